@@ -1,9 +1,10 @@
 """Serve OpenAI's API over HTTP: completions and chat, streamed or whole, for many clients at once.
 
 Requests share one engine and join it while others decode. Without flags it serves the package's
-small model and drafts by copying from the text. It answers 503 until the model is ready. SIGTERM
-and Ctrl-C finish the running requests and stop it. Several processes serve as one if the
-environment says so (launch/local_processes); the first one listens.
+small model and drafts by copying from the text. It listens at once, answers 503 until the model is
+loaded, and compiles its programs while it serves. SIGTERM and Ctrl-C finish the running requests
+and stop it. Several processes serve as one if the environment says so (launch/local_processes); the
+first one listens.
 """
 
 import importlib.util
@@ -12,6 +13,7 @@ import sys
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 from clover_jax.serving.options import ServeOptions, ServeSpec
 
 # Names of modules, as they are imported.
@@ -34,11 +36,12 @@ def main(flags) -> None:
             f"serve needs {', '.join(missing)}; run pip install 'clover-jax[serve]', or in a "
             "checkout pip install -e '.[serve]'"
         )
+    spec = settings_from(flags, ServeSpec)
+    options = settings_from(flags, ServeOptions, spec=spec, seed=flags.seed)
+    say("starting JAX")  # these imports take seconds
     from clover_jax.runtime.distributed import joined_processes, primary_speaks
     from clover_jax.serving.run import run
 
-    spec = settings_from(flags, ServeSpec)
-    options = settings_from(flags, ServeOptions, spec=spec, seed=flags.seed)
     with joined_processes(), primary_speaks():
         cli.report(run(options))
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from clover_jax.decoding.row_state import TurnProgress
 from clover_jax.errors import UserError
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 from clover_jax.serving.requests import Call
 from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, event
 from clover_jax.serving.service import Ready, Service
@@ -37,7 +37,7 @@ class Answering(Response):
     def __init__(self, service: Service, ready: Ready, call: Call):
         super().__init__()
         self._service, self._call = service, call
-        self._started = time.monotonic()  # latencies contain tokenizing and waiting
+        self._started = time.perf_counter()  # latencies contain tokenizing and waiting
         self._scheduler = ready.scheduler_with(call.draft)
         kind = ChatAnswers if call.is_chat else CompletionAnswers
         self._answers = kind(call, ready.served.model, ready.texts)
@@ -61,7 +61,8 @@ class Answering(Response):
         writer = _EventWriter(send)
 
         async def take(index: int, progress: TurnProgress) -> None:
-            await writer.write(self._answers.next(index, progress))
+            waited = self._scheduler.compile_seconds(self._started)
+            await writer.write(self._answers.next(index, progress, waited))
 
         # A refusal before anything is decoded still gets its own HTTP status.
         async with self._decoding() as updates:
@@ -108,22 +109,23 @@ class Answering(Response):
     async def _follow(
         self, index: int, updates: AsyncIterator[TurnProgress], take: Take | None
     ) -> TurnProgress:
-        metrics, started = self._service.metrics, self._started
+        # Latencies leave out compilation, which only the first requests wait for.
+        metrics, seconds_since = self._service.metrics, self._scheduler.seconds_since
         last_tokens: float | None = None
         try:
             async for progress in updates:
                 # Only streams have pieces; in other answers no client sees the first token arrive.
-                now = time.monotonic()
                 if count := sum(len(piece.ids) for piece in progress.pieces):
                     if last_tokens is None:
-                        metrics.first_tokens(now - started)
+                        metrics.first_tokens(seconds_since(self._started))
                     else:
-                        metrics.later_tokens(count, now - last_tokens)
-                    last_tokens = now
+                        metrics.later_tokens(count, seconds_since(last_tokens))
+                    last_tokens = time.perf_counter()
 
                 # Before the last bytes: a client that has its answer finds it in the metrics.
                 if progress.ended:
-                    metrics.ended(progress, now - started, self._call.draft is None)
+                    seconds = seconds_since(self._started)
+                    metrics.ended(progress, seconds, self._call.draft is None)
                 if take is not None:
                     await take(index, progress)
         except asyncio.CancelledError:

@@ -21,8 +21,7 @@ from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error
-from clover_jax.serving.body import read_object
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError, read_object
 from clover_jax.serving.requests import (
     Call,
     Served,
@@ -172,8 +171,7 @@ async def _detokenize(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    # Raises 503 while requests would be refused.
-    _service(request).ready()
+    _service(request).check_health()
     return JSONResponse({"status": "ok"})
 
 

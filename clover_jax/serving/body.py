@@ -1,21 +1,60 @@
-"""A request's body: read with limits, and the JSON object in it."""
+"""Refusals in OpenAI's form, and bodies of requests: read with limits, as JSON objects."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import json
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
 from clover_jax.data.records import shown
-from clover_jax.serving.errors import ApiError
 
 BODY_SECONDS = 30.0  # for a whole body to arrive
 _PATIENCE = 8  # times the limit that are read of a body that is refused
 _CLOSE = {"Connection": "close"}  # the rest of a refused body must not be read as a request
+
+# How OpenAI names the kinds; clients choose what to raise by the status.
+_KINDS: dict[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """A request is refused.
+
+    message: what is wrong and what would be right; shown to the client.
+    status: of HTTP. param: the field that is wrong. code: a word for programs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = HTTPStatus.BAD_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
+
+    def body(self) -> dict[str, Any]:
+        """Return the error object of OpenAI's API."""
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        # In one line: messages of libraries may have several.
+        return {
+            "error": {
+                "message": " ".join(str(self).split()),
+                "type": _KINDS.get(self.status, usual),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 async def read_object(

@@ -8,7 +8,7 @@ import json
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 
 HEAD_SECONDS = 30.0  # for the head of a request to arrive
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from clover_jax.decoding.row_state import TurnProgress
-from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
+from clover_jax.decoding.row_state import TurnProgress, copied_parts, forward_groups
 
 _OURS, _THEIRS = "clover_jax_", "vllm:"
 # A name begins its line, or follows the words of a comment.
@@ -18,6 +17,35 @@ _NAME = re.compile(rf"^(# HELP |# TYPE |){_OURS}", re.MULTILINE)
 # Upper bounds of the buckets of histograms.
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# Why an answer ended, in OpenAI's words.
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Forward(NamedTuple):
+    """One forward after prefill.
+
+    num_accepted: tokens beyond the one that plain decoding would have given. num_drafted: drafted
+        tokens that it verified. num_copied: how many of its tokens were copies of the text.
+    """
+
+    num_accepted: int
+    num_drafted: int
+    num_copied: int
+
+
+def forwards_of(progress: TurnProgress) -> list[Forward]:
+    """Return the forwards of an answer so far; their tokens are all of its tokens but the first.
+
+    So 1 + accepted / forwards is the tau of the answer.
+    """
+    row, forwards = progress.generation, []
+    # The turn ends where a stop string has cut it; the engine's result may go on.
+    for number, ids in forward_groups(progress.turn, 1):
+        # The first token is prefill's (number 0) and left out; forward n's figures are at n - 1.
+        copied = sum(len(part) for part, is_copied in copied_parts(row, number, ids) if is_copied)
+        forwards.append(Forward(len(ids) - 1, row.proposed[number - 1], copied))
+    return forwards
 
 
 class Metrics:

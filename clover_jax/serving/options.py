@@ -7,6 +7,7 @@ import functools
 import os
 from pathlib import Path
 
+from clover_jax.decoding.sampling_config import DRAFT_SAMPLINGS
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import Setting, check_settings, declared_settings, setting
@@ -58,6 +59,14 @@ class ServeOptions:
     )
     served_model_name: str | None = _listen(None, "name of the model in the API [--base]")
     page: bool = _listen(True, "serve the page for the browser at /")
+
+    draft_sampling: str | None = setting(
+        None,
+        "children by probability, or drawn from the draft, which accepts more at temperature > 0 "
+        "[sampled where the tree is static and has no copies]",
+        group="sampling",
+        choices=DRAFT_SAMPLINGS,
+    )
 
     batch_size: int = _limit(8, "requests decoded at once", least=1)
     max_model_len: int | None = _limit(

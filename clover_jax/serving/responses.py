@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.decoding.requests import TokenScore
 from clover_jax.decoding.row_state import Piece, TurnProgress
-from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
+from clover_jax.serving.metrics import FINISH_REASONS, forwards_of
 from clover_jax.serving.requests import Call
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 
@@ -71,8 +71,13 @@ class Answers(abc.ABC):
             choices.append(_choice(index, message, logprobs, self._finish(progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
 
-    def next(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
-        """Return the chunks of what is new of a choice, its beginning and its end included."""
+    def next(
+        self, index: int, progress: TurnProgress, compile_seconds: float = 0.0
+    ) -> list[dict[str, Any]]:
+        """Return the chunks of what is new of a choice, its beginning and its end included.
+
+        compile_seconds: how long the request has waited for compilation.
+        """
         chunks = [] if index in self._begun else self._first(index, progress)
         self._begun.add(index)
         pieces = [] if self.call.no_output else progress.pieces
@@ -94,6 +99,7 @@ class Answers(abc.ABC):
                     "forward": piece.forward,
                     "num_tokens": len(piece.ids),
                     "num_copied": len(piece.ids) if piece.is_copied else 0,
+                    "compile_seconds": compile_seconds,
                 }
             chunks.append(self._chunk(choice))
         if progress.ended:

@@ -51,6 +51,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
         _follow(options)
         return {}
     with listeners[0] as listener, _dying_at_once():
+        say(f"listening at {_url(options, listener)}; loading {options.spec.base}")
         asyncio.run(_serve_until_signal(service, listener))
     return service.metrics.totals()
 
@@ -58,10 +59,15 @@ def run(options: ServeOptions) -> dict[str, Any]:
 def _follow(options: ServeOptions) -> None:
     """Run the steps of the primary until it ends."""
     _, scheduler = _load(options)
-    # The primary hears a signal too, answers what it has taken, and says when to end.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    scheduler.follow()
+
+    def ignore_signals(_: object) -> None:
+        # The primary hears a signal too, answers what it has taken, and says when to end.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
+    scheduler.compiled.add_done_callback(ignore_signals)
+    with _advice_on_memory(options):
+        scheduler.follow()
 
 
 def open_port(options: ServeOptions) -> socket.socket:
@@ -85,18 +91,29 @@ def open_port(options: ServeOptions) -> socket.socket:
 
 
 async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) -> None:
-    """Answer at a port until `stop`; every request gets 503 before the models are ready.
+    """Answer at a port until `stop`; every request gets 503 before the models are loaded.
 
     What has been let in by then is answered. Raises UserError for models that cannot be loaded.
     """
-    server = _server(service)
+    server, options = _server(service), service.options
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         # In a thread: the event loop answers 503 meanwhile.
-        ready = await _in_thread(lambda: _start(service.options))
+        ready = await _in_thread(lambda: _start(options))
         service.open(ready)
-        _tell_ready(service, ready.models, listener)
-        await stop.wait()
+        _tell_open(service, ready, listener)
+
+        # Requests are answered meanwhile; each waits for the programs that it needs.
+        stopping = asyncio.create_task(stop.wait())
+        compiled = asyncio.wrap_future(ready.scheduler.compiled)
+        await asyncio.wait((stopping, compiled), return_when=asyncio.FIRST_COMPLETED)
+        if compiled.done():
+            with _advice_on_memory(options):
+                compiled.result()
+            service.is_needed.set()
+            draft = "no draft" if options.spec.draft == NO_DRAFT else options.spec.draft
+            say(f"serving {options.model_name} with {draft} on {_url(options, listener)}")
+        await stopping
         # Open requests still need the engines, so these end last.
         await service.drain()
         for scheduler in ready.schedulers:
@@ -133,15 +150,18 @@ class _Server(uvicorn.Server):
 
 
 def _start(options: ServeOptions) -> Ready:
-    """Load the models, and start what decodes with them and with other drafts."""
+    """Load the models, and start the schedulers of the server's draft and of other drafts."""
     models, scheduler = _load(options)
     scheduler.start()
     with exact_matmuls(str(models.dtype)):
         others = {
-            draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
+            draft: Scheduler(
+                other,
+                dataclasses.replace(options, batch_size=1, draft_sampling=None),
+                compiles_ahead=False,
+            )
             for draft, other in _to_compare_with(models, options).items()
         }
-    # The other drafts compile their programs when somebody first compares.
     for other in others.values():
         other.start()
     served = Served(options.model_name, scheduler.context, options.max_waiting)
@@ -149,7 +169,7 @@ def _start(options: ServeOptions) -> Ready:
 
 
 def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
-    """Return the models, and what decodes with them when its programs are compiled."""
+    """Return the models and their scheduler."""
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
@@ -158,13 +178,14 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
             say(notice)
 
         keep_freed_memory()  # from here on: what loading has freed goes back to the system
-        with advise_on_memory(
-            f"decode {options.batch_size} requests at once",
-            "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
-        ):
-            scheduler = Scheduler(models, options)
-            scheduler.compile()
-    return models, scheduler
+        return models, Scheduler(models, options)
+
+
+def _advice_on_memory(options: ServeOptions) -> contextlib.AbstractContextManager[None]:
+    return advise_on_memory(
+        f"decode {options.batch_size} requests at once",
+        "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
+    )
 
 
 def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
@@ -184,21 +205,23 @@ def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]
     return compared
 
 
-def _tell_ready(service: Service, models: Models, listener: socket.socket) -> None:
-    options = service.options
+def _url(options: ServeOptions, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _tell_open(service: Service, ready: Ready, listener: socket.socket) -> None:
+    options, models = service.options, ready.models
     if models.tokenizer is not None and models.tokenizer.chat_template is None:
         say(
             "the base has no chat template: messages are joined by newlines, and nothing says who "
             "speaks; --chat_template=FILE gives one"
         )
     if not (is_loopback(options.host) or service.needs_key):
+        host = listener.getsockname()[0]
         say(f"anybody who reaches {host} may use this server; --api_key_file=FILE asks for a key")
-
-    # Last, because callers wait for this line: requests are admitted by now.
-    draft = "no draft" if options.spec.draft == NO_DRAFT else options.spec.draft
-    shown = f"[{host}]" if ":" in host else host
-    say(f"serving {options.model_name} with {draft} on http://{shown}:{port}")
+    count = ready.scheduler.num_programs
+    say(f"compiling {count} programs; requests are taken, and wait for those that they need")
 
 
 async def _in_thread(work: Callable[[], T]) -> T:
@@ -223,8 +246,8 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> None
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     async def stop_on_signal() -> None:
-        # While models load nothing is lost by dying at once.
-        await service.opened.wait()
+        # Before the first request nothing is lost by dying at once.
+        await service.is_needed.wait()
         for number in (signal.SIGTERM, signal.SIGINT):
             # A shell may have made a background job ignore Ctrl-C; that is kept.
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -9,13 +9,17 @@ what to do.
 from __future__ import annotations
 
 import asyncio
+import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import signal
 import threading
+import time
 import traceback
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
@@ -28,20 +32,57 @@ from clover_jax.decoding.requests import (
 )
 from clover_jax.decoding.row_state import ContextOverflow, RowState, TurnProgress
 from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls
-from clover_jax.runtime.progress import progress_bar
-from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
-from clover_jax.serving.fair_queue import FairQueue
+from clover_jax.runtime.progress import Progress, progress_bar
 from clover_jax.serving.options import ServeOptions
+from clover_jax.serving.requests import Ask, Overloaded, TimeLimit
 
 MOST_STEPS = 8  # from one look at the queue to the next
 MOST_WAITED = 4  # steps: how long rows that decode may wait while several prompts are read
 IDLE_SECONDS = 10  # how often the primary sends the others an empty iteration without requests
 # How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
+
+
+Job = TypeVar("Job")
+
+
+class FairQueue(Generic[Job]):
+    """Jobs that wait: one of each client in turn, however many it has."""
+
+    def __init__(self):
+        # Clients in the order of their turns; a client without jobs has no entry.
+        self._jobs: collections.OrderedDict[str, collections.deque[Job]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._jobs.values()))
+
+    def __iter__(self) -> Iterator[Job]:
+        return itertools.chain.from_iterable(self._jobs.values())
+
+    def push(self, client: str, job: Job) -> None:
+        """Add a job after the others of its client."""
+        self._jobs.setdefault(client, collections.deque()).append(job)
+
+    def pop(self) -> Job:
+        """Take the first job of the client whose turn it is."""
+        client, jobs = self._jobs.popitem(last=False)
+        job = jobs.popleft()
+        if jobs:
+            self._jobs[client] = jobs  # after all other clients
+        return job
+
+    def discard(self, client: str, job: Job) -> None:
+        """Remove a job if it waits."""
+        jobs = self._jobs.get(client)
+        if jobs and job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._jobs[client]
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,24 +108,28 @@ class _Iteration(NamedTuple):
     """What all processes do next.
 
     freed: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
-    read. num_steps: most steps to decode.
+    read. num_steps: most steps to decode. compiles: whether it is nobody's request, which only
+    compiles programs.
     """
 
     freed: list[int]
     joined: list[Request]
     num_chunks: int
     num_steps: int
+    compiles: bool = False
 
 
 class Scheduler:
     """Keeps the slots of an engine full with the asks of many clients.
 
     context: tokens of a prompt and its answer, at most.
+    compiled: done when all programs are compiled; it has the error of an engine that failed before.
     """
 
-    def __init__(self, models: Models, options: ServeOptions):
-        """Prepare the engine; `compile` makes it ready.
+    def __init__(self, models: Models, options: ServeOptions, compiles_ahead: bool = True):
+        """Prepare the engine.
 
+        compiles_ahead: compile all programs while no row is decoded; else each when it is needed.
         Raises UserError where the draft's tree cannot be decoded with.
         """
         # A shorter context is the same base: positions beyond it are never reached.
@@ -98,7 +143,7 @@ class Scheduler:
         # Rules that suit any row; each chunk runs by the cheapest that its rows allow (`adapts`).
         self._engine = self._models.engine(
             options.batch_size,
-            SamplingConfig("lossless", truncate=True, biased=True),
+            _sampling(self._models, options.draft_sampling),
             seed=options.seed,
             steps_per_chunk=MOST_STEPS,
             source_size=-(-room // CACHE_CHUNK) * CACHE_CHUNK,
@@ -106,6 +151,15 @@ class Scheduler:
         )
         self._options = options
         self._numbers = itertools.count()
+        self._compiling = CompileClock()
+
+        # Long enough that later requests reuse the first one's prefix: that program compiles too.
+        length = min(self._engine.prefill_size + 2, self.context - 2)
+        self._uncompiled = requests_of_every_kind(length) if compiles_ahead else []
+        self.num_programs = len(self._uncompiled)
+        self.compiled: concurrent.futures.Future[None] = concurrent.futures.Future()
+        if not self._uncompiled:
+            self.compiled.set_result(None)
 
         # Shared with the engine's thread, under the lock.
         self._changed = threading.Condition()
@@ -133,24 +187,21 @@ class Scheduler:
         """Rows that wait for a slot."""
         return len(self._waiting)
 
-    def compile(self) -> None:
-        """Compile all programs, with a bar; without it each compiles when it is needed."""
-        slots = self._open()
-        # Long enough that later requests reuse the first one's prefix: that program compiles too.
-        kinds = requests_of_every_kind(min(self._engine.prefill_size + 2, self.context - 2))
-        with (
-            progress_bar(len(kinds), "compile", "program") as bar,
-            exact_matmuls(str(self._models.dtype)),
-        ):
-            for request in kinds:
-                slot = slots.add(request)
-                slots.read_prompts()
-                slots.advance(1)
-                slots.remove(slot)
-                bar.update()
+    @property
+    def num_compiled(self) -> int:
+        """How many of `num_programs` are compiled."""
+        return self.num_programs - len(self._uncompiled)
+
+    def compile_seconds(self, start: float) -> float:
+        """Return how long decoding waited for compilation since a time of `time.perf_counter`."""
+        return self._compiling.seconds_since(start)
+
+    def seconds_since(self, start: float) -> float:
+        """Return the seconds since a time of `time.perf_counter`, without compilation."""
+        return time.perf_counter() - start - self.compile_seconds(start)
 
     def start(self) -> None:
-        """Begin to decode."""
+        """Begin to decode, and to compile."""
         self._thread.start()
 
     async def submit(self, ask: Ask) -> Updates:
@@ -221,26 +272,25 @@ class Scheduler:
         self._engine.check(request)
         return _Job(ask, row, request, loop, Generation(prompt.index, list(request.prompt_ids)))
 
-    def _open(self) -> Engine:
-        models = self._models
-        size = self._engine.buffer_size(self.context)
-        # Programs were compiled before: there is nothing to take off a row's time.
-        return self._engine.open(models.base.params, models.draft_params, CompileClock(), size)
+    @functools.cached_property
+    def _bar(self) -> Progress:
+        return progress_bar(self.num_programs, "compile", "program")
 
     @functools.cached_property
     def _slots(self) -> Engine:
         """The slots; their caches are made when the first row comes."""
-        return self._open()
+        models, size = self._models, self._engine.buffer_size(self.context)
+        return self._engine.open(models.base.params, models.draft_params, self._compiling, size)
 
     def _drive(self) -> None:
         """Decode until the end; the engine's thread."""
         try:
-            with exact_matmuls(str(self._models.dtype)):
+            with self._compiling, exact_matmuls(str(self._models.dtype)):
                 while iteration := from_primary(self._next_iteration):
                     self._run(iteration)
         except Exception as error:
-            is_alone = process_count() == 1
-            if is_alone:  # else `close` and `follow` raise it
+            is_alone, is_compiled = process_count() == 1, self.compiled.done()
+            if is_alone and is_compiled:  # else `compiled`, `close` or `follow` raises it
                 traceback.print_exc()
             with self._changed:
                 self._failure = error
@@ -249,18 +299,23 @@ class Scheduler:
                 self._running.clear()
             for job in failed:
                 self._tell(job, error)
-            if not is_alone:  # the others wait for this process: let all of them end
+            if not is_compiled:
+                self.compiled.set_exception(error)
+            elif not is_alone:  # the others wait for this process: let all of them end
                 signal.raise_signal(signal.SIGTERM)
 
     def _next_iteration(self) -> _Iteration | None:
         """Return what to do next; None at the end. Waits while there is nothing to decode."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._running or self._waiting or self._begun or self._is_closing,
+                lambda: self._is_busy or self._uncompiled or self._is_closing,
                 IDLE_SECONDS if process_count() > 1 else None,
             )
             if self._is_closing:
                 return None
+            # Clients go first: their rows compile what they need.
+            if self._uncompiled and not self._is_busy:
+                return _Iteration([], self._uncompiled[:1], 2, 1, compiles=True)
 
             # The slots of cancelled rows are free for the jobs that wait.
             freed = [slot for slot, job in self._running.items() if job in self._cancelled]
@@ -283,6 +338,10 @@ class Scheduler:
             max(1, min(num_steps, MOST_STEPS)),
         )
 
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._running or self._waiting or self._begun)
+
     def _run(self, iteration: _Iteration) -> None:
         """Remove and add rows, read prompts, run a chunk of steps; hand out the last one's tokens.
 
@@ -294,7 +353,8 @@ class Scheduler:
                 self._running.pop(slot, None)
                 slots.remove(slot)
             joined = [slots.add(request) for request in iteration.joined]
-            # In the other processes `_joining` is empty, so `_running` stays empty too.
+            # In the other processes `_joining` is empty, so `_running` stays empty too; a request
+            # that only compiles is nobody's.
             self._running.update(zip(joined, self._joining, strict=False))
             self._joining = []
 
@@ -311,6 +371,15 @@ class Scheduler:
         with self._changed:
             for slot in ended:
                 self._running.pop(slot, None)
+        if iteration.compiles:
+            self._note_compiled()
+
+    def _note_compiled(self) -> None:
+        self._bar.update()
+        del self._uncompiled[0]
+        if not self._uncompiled:
+            self._bar.close()
+            self.compiled.set_result(None)
 
     def _hand_out(self, job: _Job, new: NewTokens) -> None:
         # A message costs time of the event loop; on a CPU that is the device's time, too.
@@ -324,6 +393,19 @@ class Scheduler:
             job.loop.call_soon_threadsafe(job.news.put_nowait, news)
         except RuntimeError:  # the client's loop has ended
             self.cancel(job)
+
+
+def _sampling(models: Models, draft_sampling: str | None) -> SamplingConfig:
+    """Return rules that suit any row; without a choice, drafts are sampled where that is exact."""
+    draws = draft_sampling or ("topk" if models.head is None else "sampled")
+    rules = SamplingConfig("lossless", draws, truncate=True, biased=True)
+    try:
+        models.step(rules)
+    except UserError:  # copies, a tree whose shape follows probabilities, a head without them
+        if draft_sampling is not None:
+            raise
+        rules = dataclasses.replace(rules, draft_sampling="topk")
+    return rules
 
 
 class Updates:

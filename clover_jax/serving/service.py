@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.spec import NO_DRAFT
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Served
@@ -62,7 +62,8 @@ class Ready(NamedTuple):
 class Service:
     """State shared by all requests; it admits them, counts them, and drains.
 
-    created: when it began, in seconds since 1970. opened: set when requests are let in.
+    created: when it began, in seconds since 1970.
+    is_needed: set when requests are answered at once, or one is: a signal then ends it in order.
     """
 
     def __init__(self, options: ServeOptions):
@@ -71,20 +72,19 @@ class Service:
         self.metrics = Metrics(options.model_name, options.spec.draft != NO_DRAFT)
         self._keys = [_digest(key.encode()) for key in options.api_keys()]
         self._ready: Ready | None = None
-        self.opened = asyncio.Event()
+        self.is_needed = asyncio.Event()
         # Requests that are being answered: `drain` waits until there are none.
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
         self._all_answered.set()
 
     def open(self, ready: Ready) -> None:
-        """Admit requests from now on: all programs of the server's own scheduler are compiled."""
+        """Admit requests from now on; some may wait until a program is compiled."""
         self._ready = ready
         self.metrics.watch_queue(
             lambda: sum(each.num_running for each in ready.schedulers),
             lambda: sum(each.num_waiting for each in ready.schedulers),
         )
-        self.opened.set()
 
     @property
     def needs_key(self) -> bool:
@@ -103,17 +103,30 @@ class Service:
         Raises ApiError while it loads, once the server ends, and once its engine has failed.
         """
         if self._ready is None or self._is_draining:
-            reason = "the server is stopping" if self._is_draining else "the model is being loaded"
+            loading = f"loading {self.options.spec.base}"
+            reason = "the server is stopping" if self._is_draining else loading
         elif self._ready.scheduler.has_failed:
             reason = "the server has failed; its log says why"
         else:
             return self._ready
         raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=_RETRY)
 
+    def check_health(self) -> None:
+        """Raise ApiError while a request would be refused, or might wait for compilation."""
+        scheduler = self.ready().scheduler
+        if not scheduler.compiled.done():
+            counts = f"{scheduler.num_compiled} of {scheduler.num_programs} programs are ready"
+            raise ApiError(
+                f"compiling, {counts}; requests are answered, but may wait",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                headers=_RETRY,
+            )
+
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request that will be answered, even if the server is stopped meanwhile."""
         self._num_open += 1
+        self.is_needed.set()
         self._all_answered.clear()
         try:
             yield

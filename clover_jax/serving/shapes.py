@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from clover_jax.data.records import is_text, shown
 from clover_jax.decoding.sampling_config import MOST_BIASED
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 
 MOST_CHOICES = 128  # of `n`
 MOST_LOGPROBS = 20

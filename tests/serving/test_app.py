@@ -14,8 +14,8 @@ from tests.serving.asking import GREEDY, refused
 from tests.serving.conftest import AREA, MESSAGES
 
 
-def test_nothing_is_answered_before_the_programs_are_compiled(server):
-    assert "is being loaded" in refused(server.early, 503)
+def test_nothing_is_answered_before_the_model_is_loaded(server):
+    assert "loading builtin:tiny" in refused(server.early, 503)
     assert server.early.headers["retry-after"].isdecimal()
 
 

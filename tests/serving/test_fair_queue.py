@@ -1,6 +1,6 @@
 """The queue takes one job of each client in turn."""
 
-from clover_jax.serving.fair_queue import FairQueue
+from clover_jax.serving.scheduler import FairQueue
 
 
 def queue_of(*clients):

@@ -6,8 +6,7 @@ import pytest
 from starlette.requests import Request
 
 from clover_jax.errors import UserError
-from clover_jax.serving.body import parse_object, read_object
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError, parse_object, read_object
 from clover_jax.serving.requests import Served, read_chat, read_completion
 
 SERVED = Served("tiny", 1024, 16)
