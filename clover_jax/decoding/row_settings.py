@@ -61,8 +61,9 @@ class GenerationSettings(SamplingParams):
         choices=VERIFICATIONS,
     )
     draft_sampling: str = _sampling(
-        "topk",
-        "children by probability, or drawn from the draft (static trees)",
+        "auto",
+        "children by probability (topk), or drawn from the draft (sampled), which accepts more; "
+        "auto draws for heads with weights and static trees without copies",
         choices=DRAFT_SAMPLINGS,
     )
     seed: int | None = None
@@ -151,9 +152,11 @@ def sampling_for(
 
     # Greedy verification reads no distribution, so one row that samples decides for all.
     draws = settings.draft_sampling == "sampled" or any(row.temperature > 0 for row in rows)
+    verify = settings.verify or ("lossless" if draws else "greedy")
+    is_auto = settings.draft_sampling == "auto"
     return SamplingConfig(
-        verify=settings.verify or ("lossless" if draws else "greedy"),
-        draft_sampling=settings.draft_sampling,
+        verify=verify,
+        draft_sampling="topk" if is_auto and verify != "lossless" else settings.draft_sampling,
         truncate=any(row.cuts for row in rows),
         biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
     )

@@ -16,7 +16,7 @@ from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 
 VERIFICATIONS = ("greedy", "lossless", "typical")
-DRAFT_SAMPLINGS = ("topk", "sampled")
+DRAFT_SAMPLINGS = ("auto", "topk", "sampled")
 MOST_BIASED = 300  # tokens whose logits a row may change, OpenAI's limit
 LARGEST_TEMPERATURE = (2 - 2**-23) * 2.0**127  # the largest finite float32
 
@@ -29,7 +29,8 @@ class SamplingConfig(JsonConfig):
 
     verify: "greedy" (temperature 0 only; reduces logits to their argmax), "lossless" (the text is
         distributed as plain sampling's) or "typical" (Medusa's rule: not lossless).
-    draft_sampling: "topk" children by probability, or children "sampled" without replacement.
+    draft_sampling: "topk" children by probability, or children "sampled" without replacement, which
+        accepts more; "auto" is "sampled" where a step can be exact with it (`StepConfig`).
     truncate: whether any row uses top-k or top-p, which cost a sort.
     scored: whether steps report the log-probabilities of what they emit (verify "lossless" only).
     biased: whether any row changes the base's logits (`sampling.RowBias`).

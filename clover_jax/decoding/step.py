@@ -91,32 +91,39 @@ class StepConfig:
             )
         if self.head is not None:
             check_tree(self.head, self.tree)
-        if self.sampling.draft_sampling == "sampled":
-            self._check_draws()
+        why_not = self._why_no_draws()
+        if self.sampling.draft_sampling == "sampled" and why_not is not None:
+            raise UserError(why_not)
+        if self.sampling.draft_sampling == "auto":
+            draws = self.head is not None and self.sampling.verify == "lossless" and not why_not
+            best = dataclasses.replace(self.sampling, draft_sampling="sampled" if draws else "topk")
+            object.__setattr__(self, "sampling", best)
 
-    def _check_draws(self) -> None:
+    def _why_no_draws(self) -> str | None:
+        """Return why children cannot be drawn from the draft; None where they can."""
         if isinstance(self.tree, CopyTree):
-            raise UserError(
+            return (
                 f"tree {self.tree.name!r} has copies, which are no draws from the draft: use "
                 "draft_sampling topk, or a tree without copies"
             )
         # Scores of these heads come from a fixed table of guesses: no distribution to draw from.
         if self.head is not None and self.head.config.kind in TRAINING_FREE:
-            raise UserError(
+            return (
                 f"{self.head.config.kind} has no distribution to draw children from: use "
                 "draft_sampling topk, whose text has the base's distribution too"
             )
         if isinstance(self.tree, AdaptiveTree):
-            raise UserError(
+            return (
                 f"tree {self.tree.name!r} is chosen by probability, so its children are no draws: "
                 "use draft_sampling topk, or a static tree with sampled"
             )
         if self.tree.has_rank_gaps:
             # The second draw, verified as if it were the first, would change the distribution.
-            raise UserError(
+            return (
                 f"tree {self.tree.name!r} leaves out some node's earlier siblings: with "
                 "draft_sampling sampled a rank is a draw, and no draw may be passed over"
             )
+        return None
 
     @property
     def drafter(self) -> DraftHead:

@@ -143,12 +143,17 @@ class Case(NamedTuple):
 
 
 def judge(
-    comparisons: Comparisons, plain: Mapping[int, Mapping[str, Any]], plan: Plan, vanilla: Method
+    comparisons: Comparisons,
+    plain: Mapping[int, Mapping[str, Any]],
+    plan: Plan,
+    vanilla: Method,
+    is_expected: bool,
 ) -> dict[int, Divergence]:
     """Return row -> its worst divergence with its kind, for the rows that have one.
 
     plain: plain decoding's rows. vanilla: plain decoding, which reads them again.
-    Where no equality is expected nothing is judged, and every divergence counts as a mismatch.
+    is_expected: whether the draft must emit plain decoding's tokens; where it need not, nothing is
+        judged, and every divergence counts as a mismatch.
     """
     # Passes often repeat the same difference, which is judged once.
     differing: dict[tuple, Divergence] = {}
@@ -163,7 +168,7 @@ def judge(
         request = plan.request(plain[number]["row"], turn.prompt_ids, index)
         return Case(request, turn.output_ids, divergence)
 
-    if divergences and plan.is_equality_expected:
+    if divergences and is_expected:
         rows = {number for number, *_ in differing}
         equal = [number for number, texts in comparisons.items() if texts and number not in rows]
         cases = [case(number, one) for (number, *_), one in differing.items()]

@@ -73,14 +73,14 @@ class Plan:
     def prompts(self) -> list[Prompt | BadPrompt]:
         return [prompt for rows in self.tasks.values() for prompt in rows]
 
-    @property
-    def is_equality_expected(self) -> bool:
-        """Whether a draft must emit plain decoding's very tokens.
+    def expects_equality(self, method: Method) -> bool:
+        """Return whether a draft must emit plain decoding's very tokens.
 
         Children sampled from the draft give the right distribution with other random numbers, and
         Medusa's rule gives another distribution.
         """
-        return self.sampling.verify != "typical" and self.sampling.draft_sampling == "topk"
+        sampling = method.models.step(self.sampling).sampling
+        return sampling.verify != "typical" and sampling.draft_sampling == "topk"
 
     def request(self, index: int, prompt_ids: Sequence[int], turn: int = 0) -> Request:
         """Return the request of a turn of a row, with its own settings; index: in the input."""

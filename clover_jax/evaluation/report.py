@@ -66,7 +66,7 @@ def build_report(
         "manifest": manifest | {"git_revision": named},
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
-        "is_equality_expected": plan.is_equality_expected,
+        "is_equality_expected": all(map(plan.expects_equality, methods)),
         "batch_sizes": list(plan.batch_sizes),
         "repeats": plan.repeats,
         "methods": {
@@ -103,8 +103,9 @@ def problems(report: Mapping[str, Any]) -> list[str]:
         if later:
             lines.append(f"{shown}: rows failed in a later pass, {later} in all")
 
-        mismatches = cell.get("equality", {}).get("mismatches", 0)
-        if mismatches and report["is_equality_expected"]:
+        equality = cell.get("equality", {"expected": False, "mismatches": 0})
+        mismatches = equality["mismatches"]
+        if mismatches and equality["expected"]:
             lines.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")
     return lines
 
@@ -173,7 +174,7 @@ def _cell(
     cell["equality"] = summarize(
         [comparisons[number] for number in numbers],
         [divergences[number] for number in numbers if number in divergences],
-    )
+    ) | {"expected": plan.expects_equality(method)}
     hits = [one for number in numbers for one in measured.hits[method.name][number]]
     cell["accuracy"] = accuracy.total(hits).to_dict() if hits else None
     return cell

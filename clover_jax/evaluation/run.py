@@ -309,7 +309,9 @@ def _measure(evaluation: Evaluation) -> Measured:
             passes = evaluation.journal.of(keys)
             comparisons[name] = compare_passes(files[name].rows, passes, plain)
             bar.show(f"{name} against plain decoding")
-            divergences[name] = judge(comparisons[name], plain, plan, vanilla)
+            divergences[name] = judge(
+                comparisons[name], plain, plan, vanilla, plan.expects_equality(method)
+            )
             hits[name] = _accuracy(method, plain, bar)
 
     # After the bar: nothing else may run while these programs are timed.

@@ -60,10 +60,10 @@ class ServeOptions:
     served_model_name: str | None = _listen(None, "name of the model in the API [--base]")
     page: bool = _listen(True, "serve the page for the browser at /")
 
-    draft_sampling: str | None = setting(
-        None,
-        "children by probability, or drawn from the draft, which accepts more at temperature > 0 "
-        "[sampled where the tree is static and has no copies]",
+    draft_sampling: str = setting(
+        "auto",
+        "children by probability (topk), or drawn from the draft (sampled), which accepts more; "
+        "auto draws for heads with weights and static trees without copies",
         group="sampling",
         choices=DRAFT_SAMPLINGS,
     )

@@ -157,7 +157,7 @@ def _start(options: ServeOptions) -> Ready:
         others = {
             draft: Scheduler(
                 other,
-                dataclasses.replace(options, batch_size=1, draft_sampling=None),
+                dataclasses.replace(options, batch_size=1, draft_sampling="auto"),
                 compiles_ahead=False,
             )
             for draft, other in _to_compare_with(models, options).items()

@@ -32,7 +32,6 @@ from clover_jax.decoding.requests import (
 )
 from clover_jax.decoding.row_state import ContextOverflow, RowState, TurnProgress
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary, process_count
@@ -143,7 +142,7 @@ class Scheduler:
         # Rules that suit any row; each chunk runs by the cheapest that its rows allow (`adapts`).
         self._engine = self._models.engine(
             options.batch_size,
-            _sampling(self._models, options.draft_sampling),
+            SamplingConfig("lossless", options.draft_sampling, truncate=True, biased=True),
             seed=options.seed,
             steps_per_chunk=MOST_STEPS,
             source_size=-(-room // CACHE_CHUNK) * CACHE_CHUNK,
@@ -393,19 +392,6 @@ class Scheduler:
             job.loop.call_soon_threadsafe(job.news.put_nowait, news)
         except RuntimeError:  # the client's loop has ended
             self.cancel(job)
-
-
-def _sampling(models: Models, draft_sampling: str | None) -> SamplingConfig:
-    """Return rules that suit any row; without a choice, drafts are sampled where that is exact."""
-    draws = draft_sampling or ("topk" if models.head is None else "sampled")
-    rules = SamplingConfig("lossless", draws, truncate=True, biased=True)
-    try:
-        models.step(rules)
-    except UserError:  # copies, a tree whose shape follows probabilities, a head without them
-        if draft_sampling is not None:
-            raise
-        rules = dataclasses.replace(rules, draft_sampling="topk")
-    return rules
 
 
 class Updates:

@@ -3,19 +3,25 @@
 import copy
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from clover_jax import cli, evaluate
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.stored_head import Draft
+from clover_jax.decoding.models import Models
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.evaluation.equality import Divergence, judge
 from clover_jax.evaluation.page import report_text
-from clover_jax.evaluation.plan import PassJournal, Plan
+from clover_jax.evaluation.plan import Method, PassJournal, Plan
 from clover_jax.evaluation.report import conditions, slow_drafts
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.runtime.progress import progress_bar
 from tests.evaluation.command import ROWS, run, write_rows
+from tests.tiny_models import TINY, random_head
 
 
 def test_everything_is_measured_and_the_last_line_says_the_key_figures(finished):
@@ -289,9 +295,13 @@ def test_where_no_equality_is_expected_no_difference_is_judged(sampling):
     plan = Plan({}, settings, sampling, seed=0, repeats=1, batch_sizes=[2], longest=9)
     comparisons = {3: [Divergence(3, 0, 1, 5, 6)], 4: [None]}
     # Without a base: nothing is decoded again.
-    found = judge(comparisons, {}, plan, vanilla=None)
+    found = judge(comparisons, {}, plan, vanilla=None, is_expected=False)
     assert found == {3: Divergence(3, 0, 1, 5, 6)}
-    assert not plan.is_equality_expected
+    head, _ = random_head()
+    draft = Draft(head, None, None, {}, "random")
+    base = BaseModel(TINY, None, Path(), "random")
+    drawn = Method("a", Models(base, None, draft, parse_tree("chain:2")))
+    assert not plan.expects_equality(drawn)
 
 
 def test_two_reports_are_set_side_by_side(finished, folder, capsys):
