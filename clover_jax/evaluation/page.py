@@ -231,9 +231,9 @@ def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]
     free = [name for name in drafts if not counts[name]["expected"]]
     if free:
         yield (
-            f"{', '.join(free)}: children were drawn from the draft, or verification was typical, so "
-            "these drafts need not emit plain decoding's tokens. Rows that differ are not judged, and "
-            "all count as mismatches."
+            f"{', '.join(free)}: children were drawn from the draft, or verification was typical, "
+            "so these drafts need not emit plain decoding's tokens. Rows that differ are not "
+            "judged, and all count as mismatches."
         )
 
     # Plain decoding too: in low precision its own text may depend on the batch.
