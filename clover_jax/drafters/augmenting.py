@@ -99,6 +99,19 @@ def unit_rms(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
     return (length * l2_normalize(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
 
+def initial_state_size(base_params: Params) -> Float[Array, " 1"]:
+    """Return the rms at which a base's states enter a head, [1]: L / 4, and at least 1.
+
+    L is the rms length of a row of lm_head times the final norm's scale: how far a change of a
+    unit state moves logits. L is 2 to 4 for the small bases on which learning rates were tuned and
+    51 for Gemma 3 270M, where additions to a unit state diverged within ten steps.
+    """
+    lm_head = base_params.get("lm_head", base_params["embedding"])
+    squares = jnp.mean(lm_head.astype(jnp.float32) ** 2, axis=0)
+    scale = base_params["final_norm"]["scale"].astype(jnp.float32)
+    return jnp.maximum(jnp.sqrt(jnp.sum(squares * scale**2)) / 4, 1)[None]
+
+
 def from_last_layer(
     config: DrafterConfig, base_params: Params, num_layers: int, in_order: bool = False
 ) -> Params:

@@ -44,6 +44,7 @@ from clover_jax.drafters.augmenting import (
     augment,
     check_depth,
     from_last_layer,
+    initial_state_size,
     silent_layers,
     unit_rms,
 )
@@ -76,8 +77,8 @@ class CloverConfig(DrafterConfig):
     decoder_bias: whether the Attention Decoder's query, key and value have one, as in Clover-2.
     decoder_silu: whether its result goes through a SiLU, as in the paper's figure, not in its text.
     decoder_heads: how many heads it has; 0 for heads as wide as the base's.
-    unit_states: whether a state of the base is scaled to a mean square of 1 first, before an
-        Augmenting Block that adds nothing to begin with.
+    unit_states: whether a state of the base is scaled to one size first (`initial_state_size`),
+        before an Augmenting Block that adds nothing to begin with.
     own_norm: whether the scale of the final norm is the head's own, at first the base's; False as
         in heads that were trained without one.
     """
@@ -155,6 +156,8 @@ class Clover(Drafter):
             self.regressive = RegressiveMLP(cfg.layer)
         else:
             self.regressive = None
+        if cfg.unit_states:
+            self.state_size = self.param("state_size", nn.initializers.ones, (1,))
         self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)
         if cfg.own_norm:
             self.output_norm = RMSNorm(cfg.layer.rms_norm_eps)
@@ -217,7 +220,7 @@ class Clover(Drafter):
         return jnp.stack(outputs)
 
     def _sized(self, features: Float[Array, "B A D"]) -> Float[Array, "B A D"]:
-        return unit_rms(features) if self.config.unit_states else features
+        return self.state_size * unit_rms(features) if self.config.unit_states else features
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
         assert self.regressive is not None  # the caller has checked
@@ -279,6 +282,8 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
     starts_as = silent_layers if config.unit_states else from_last_layer
     new: dict[str, Any] = starts_as(config, base_params, config.num_augmenting_layers)
     new["heads"] = jax.tree.map(jnp.zeros_like, params["heads"])
+    if config.unit_states:
+        new["state_size"] = initial_state_size(base_params)
     if config.own_norm:
         new["output_norm"] = base_params["final_norm"]
     if config.regressive_block == "attention_decoder":

@@ -38,6 +38,7 @@ from clover_jax.drafters.augmenting import (
     augment,
     check_depth,
     from_last_layer,
+    initial_state_size,
     silent_layers,
     unit_rms,
 )
@@ -63,7 +64,7 @@ class Clover2Config(DrafterConfig):
         x_{t+1}; "block_first": after it, as in Clover.
     output_projector: False leaves out W_0 and W_1: u^i = head_norm(s^i).
     decoder_heads: heads of both Attention Decoders; 0 for heads as wide as the base's.
-    unit_states: whether a state of the base is scaled to a mean square of 1 first.
+    unit_states: whether a state of the base is scaled to one size first (`initial_state_size`).
     init: "identity": the head starts as the base's own prediction, whatever the base's scales are;
         "paper": as in the release, with noise and with the final norm in both norms.
     """
@@ -110,6 +111,8 @@ class Clover2(Drafter):
         cfg = self.config
         width = cfg.layer.hidden_size
         matrix, zeros = matrix_init(width), nn.initializers.zeros
+        if cfg.unit_states:
+            self.state_size = self.param("state_size", nn.initializers.ones, (1,))
         self.attention_decoder_1 = AttentionDecoder(cfg.layer, num_heads=cfg.decoder_heads)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
@@ -181,7 +184,7 @@ class Clover2(Drafter):
         # The order is the paper's main change: early, the token reaches every augmenting layer.
         embedded, layers = embed(frozen, next_tokens), self.augmenting
         if self.config.unit_states:
-            features = unit_rms(features)
+            features = self.state_size * unit_rms(features)
         if self.config.order == "decoder_first":
             a = self.attention_decoder_1(features, embedded)
             z, fresh = augment(layers, a, positions, mask, cache, length)
@@ -280,6 +283,8 @@ def init_from_base(
         key_value = start(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))
         new[name] = with_matrices(params[name], query, key_value)
 
+    if config.unit_states:
+        new["state_size"] = initial_state_size(base_params)
     new |= {"trunk_norm": final_norm, "head_norm": final_norm}
     if config.init == "identity":
         scale = final_norm["scale"]

@@ -5,7 +5,7 @@ quarters of what its draft reads. Here the trunk proposes all P positions in *on
 what a drafted token changes is a correction of rank r. With f_t the base's states entering some of
 its layers, h_t its last one, and E the rows of lm_head:
 
-    x_t = rms(h_t + sum_j W_f^j f_t^j)                     fused features; starts as h_t
+    x_t = k rms(h_t) + sum_j W_f^j rms(f_t^j)              fused features; starts as h_t, of size k
     a_t = x_t + W_t rms(e'_{t+1})                          e' a row of the base's input embedding
     z_t = rms(AugmentingBlock(a_0 .. a_t))                 as in Clover-2
     u^i = c * z_t + W_i z_t + b_i,  i = 0 .. P-1           all positions at once
@@ -17,10 +17,11 @@ rms(x) has a mean square of 1.
 
 Scales. Bases differ by orders of magnitude in the size of a state, in the weights of the final norm
 (0.19 to 301 in Gemma 3 270M) and in the length of a row of lm_head. So the head works on states of
-one size, to which nothing is added at first that the base made for states of its own size. The
-final norm's weights, c, come once, at the end, where lm_head needs them. What is learned is added
-behind them, or the largest would multiply it by hundreds. So the head begins as the base's own
-prediction.
+one size, k, to which nothing is added at first that the base made for states of its own size. k
+grows with what a change of a unit state does to the logits (`initial_state_size`), so that a step
+of training moves them as far on every base. The final norm's weights, c, come once, at the end,
+where lm_head needs them. What is learned is added behind them, or the largest would multiply it by
+hundreds. So the head begins as the base's own prediction.
 
 The newest token enters by a matrix, as in EAGLE, and not by an Attention Decoder, as in Clover-2:
 that reads one [D, D] for three, and drafts more.
@@ -55,6 +56,7 @@ from clover_jax.drafters.augmenting import (
     absorb_positions,
     augment,
     check_depth,
+    initial_state_size,
     silent_layers,
     unit_rms,
 )
@@ -175,6 +177,7 @@ class CloverLR(Drafter):
         cfg = self.config
         width, rank, num_features = cfg.layer.hidden_size, cfg.rank, len(cfg.features)
         matrix, zeros = matrix_init(width), nn.initializers.zeros
+        self.state_size = self.param("state_size", nn.initializers.ones, (1,))
         if num_features > 1:
             self.fuse = self.param("fuse", zeros, (num_features - 1, width, width))
         self.token_mix = self.param("token_mix", matrix, (width, width))
@@ -274,16 +277,17 @@ class CloverLR(Drafter):
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache=None, length=None):
         token = unit_rms(embed_input(self.config, frozen, next_tokens))
-        x = unit_rms(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
+        x = self._fused(features) + contract("...d,de->...e", token, self.token_mix)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
 
     def _fused(self, features: Float[Array, "B S F"]) -> Float[Array, "B S D"]:
+        each = unit_rms(features.reshape(*features.shape[:-1], len(self.config.features), -1))
+        last = self.state_size * each[..., -1, :]
         if len(self.config.features) == 1:
-            return features
+            return last
         # The last state passes untouched: W_f starts at zero, so the others only add.
-        each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
-        return each[..., -1, :] + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
+        return last + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
     def _position_outputs(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
         learned = contract("...d,dpe->...pe", z, self.block) + self.block_bias
@@ -338,6 +342,7 @@ def init_from_base(
     lm_head = base_params.get("lm_head", base_params["embedding"])
     layers = silent_layers(config, base_params, config.num_augmenting_layers)
     new: dict[str, Any] = layers | {
+        "state_size": initial_state_size(base_params),
         "output_scale": base_params["final_norm"]["scale"],
         "token_mix": jnp.zeros_like(params["token_mix"]),
         "block": jnp.zeros_like(params["block"]),

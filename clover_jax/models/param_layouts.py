@@ -69,6 +69,7 @@ LAYOUTS: dict[str, str] = {
     "block": "D - E",
     "block_bias": "- -",
     "output_scale": "-",
+    "state_size": "-",
     "correction_out": "V R",
     "state_in": "D -",
     "token_in": "D -",

@@ -57,7 +57,7 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
     found = train_forward("clover", params, features, tokens, decoder_heads=heads)
     positions, mask = jnp.arange(SIZE)[None].repeat(2, 0), causal_mask(2, SIZE)
     layer = {"params": params["augmenting_0"]}
-    unit = rms_norm(features, jnp.ones(TINY.hidden_size), 0.0)
+    unit = params["state_size"] * rms_norm(features, jnp.ones(TINY.hidden_size), 0.0)
     z = np.asarray(jax.jit(DecoderLayer(TINY.layer).apply)(layer, unit, positions, mask)[0])
     frozen = frozen_from_base(random_base())
     lm_head = np.asarray(frozen.lm_head)
@@ -87,7 +87,7 @@ def test_heads_that_do_not_divide_the_width_are_refused():
 def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final_norm():
     features, tokens = random_text()
     params = lively_params(name="clover-bare")
-    assert set(params) == {"heads", "output_norm"}
+    assert set(params) == {"heads", "output_norm", "state_size"}
     medusa, _ = random_head(name="medusa-shared")
     positions = {
         i: medusa.module.apply(
