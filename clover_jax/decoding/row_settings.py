@@ -16,8 +16,7 @@ from clover_jax.decoding.sampling_config import (
     SamplingConfig,
     SamplingParams,
 )
-from clover_jax.decoding.spec import NO_DRAFT, ModelSpec
-from clover_jax.decoding.tree_config import AUTO
+from clover_jax.decoding.spec import AUTO_TREE, NO_DRAFT, ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_settings, check_types, setting
 
@@ -207,7 +206,7 @@ class GenerateOptions:
 
     @property
     def searches_tree(self) -> bool:
-        return self.spec.tree == AUTO
+        return self.spec.tree == AUTO_TREE
 
     @property
     def path(self) -> Path | None:

@@ -8,6 +8,7 @@ import functools
 from clover_jax.field_types import COMMON, BaseSettings, ChatSettings, setting
 
 NO_DRAFT = "none"  # --draft for plain decoding
+AUTO_TREE = "auto"  # --tree for the fastest of a few trees, measured: decoding/race.py
 RANDOM = "random:"  # before a drafter's kind: a head with random weights
 
 _draft = functools.partial(setting, group="draft")

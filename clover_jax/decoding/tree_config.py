@@ -19,7 +19,6 @@ import numpy as np
 from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
 
-AUTO = "auto"  # the fastest of a few trees, measured: decoding/race.py
 # EAGLE-2 expands 10 nodes on each of 7 levels; a level of Clover costs a pass over lm_head, so
 # fewer pay. Both can be set: dynamic:NODES:DEPTH:WIDTH. Fewer nodes than these use less of them.
 DEFAULT_DEPTH, DEFAULT_WIDTH = 6, 8

@@ -7,8 +7,7 @@ import functools
 import re
 from pathlib import Path
 
-from clover_jax.decoding.spec import ModelSpec
-from clover_jax.decoding.tree_config import AUTO
+from clover_jax.decoding.spec import AUTO_TREE, ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 
@@ -97,7 +96,7 @@ class Options:
     def __post_init__(self):
         # Parse them once, so that mistakes are raised before anything is loaded.
         _, choices = self.all_batch_sizes, self.draft_choices
-        if self.spec.copy and any(choice.tree == AUTO for choice in choices):
+        if self.spec.copy and any(choice.tree == AUTO_TREE for choice in choices):
             raise UserError(
                 f"--copy={self.spec.copy}: the tree auto tries copies itself; leave --copy out, or "
                 "use NAME=TREE+copy:NODES for the other drafts"
@@ -173,9 +172,8 @@ class ConvertOptions:
     """The flags of `convert` in addition to those of `ModelSpec`, which names the head's base."""
 
     spec: ModelSpec
-    # Both are refused where they are missing, so readers find text.
-    input: str = setting(None, "the head to convert")
-    output: str = setting(None, "folder to write")
+    input: str = setting("", "the head to convert")
+    output: str = setting("", "folder to write")
     to: str = setting("orbax", "layout to write", choices=TARGETS)
     cut_vocab: bool = setting(False, "leave out rows beyond the base's vocabulary (padding)")
     overwrite: bool = setting(False, "replace the draft head at --output")

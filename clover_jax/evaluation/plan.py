@@ -24,8 +24,7 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
 from clover_jax.decoding.row_stream import source_size
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.decoding.spec import NO_DRAFT
-from clover_jax.decoding.tree_config import AUTO
+from clover_jax.decoding.spec import AUTO_TREE, NO_DRAFT
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import VANILLA, DraftChoice, Options
@@ -292,7 +291,7 @@ def load_methods(
     drafts = []
     for choice in options.draft_choices:
         # To choose a tree needs the draft, which is loaded with its own tree first.
-        tree = None if choice.tree == AUTO else choice.tree
+        tree = None if choice.tree == AUTO_TREE else choice.tree
         spec = dataclasses.replace(options.spec, draft=choice.source, tree=tree)
         check_names(spec)  # before the base, which takes longer
         drafts.append((choice, spec))
@@ -304,7 +303,7 @@ def load_methods(
     methods = [Method(VANILLA, plain)]
     for choice, spec in drafts:
         models = load(spec, plain)  # shares the base's weights
-        if choice.tree == AUTO:
+        if choice.tree == AUTO_TREE:
             if prompts is None:
                 shipped = shipped_prompts(plain.base.directory, "--prompts=FILE")
                 prompts = read_prompts_and_mistakes(shipped)

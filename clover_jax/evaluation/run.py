@@ -25,7 +25,7 @@ from clover_jax.decoding.models import Models
 from clover_jax.decoding.race import check_one_process
 from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
 from clover_jax.decoding.row_stream import RowStream
-from clover_jax.decoding.tree_config import AUTO
+from clover_jax.decoding.spec import AUTO_TREE
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, parts
@@ -196,7 +196,7 @@ def evaluate(
     Raises UserError for a mistake of the user; rows that fail are counted instead.
     """
     # Mistakes are found before the models are loaded, which takes longer.
-    if any(choice.tree == AUTO for choice in options.draft_choices):
+    if any(choice.tree == AUTO_TREE for choice in options.draft_choices):
         check_one_process()
     prompts, source = None, options.prompts
     if source is not None:

@@ -143,5 +143,5 @@ def test_what_is_nowhere_is_refused(source, message, hub):
 def test_a_file_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.touch()
-    with pytest.raises(UserError, match="is a file; give the folder that holds config.json"):
+    with pytest.raises(UserError, match="is a file; pass the folder that holds config.json"):
         find_directory(str(path))
