@@ -45,7 +45,6 @@ PROMPTS = random_prompts(6, seed=3)
 
 # Matrices that stay: rows that are looked up, and Clover-LR's few dimensions.
 KEPT = {"embedding", "correction_out", "token_in", "state_in", "gates", "candidate", "mix"}
-KEPT |= {"point_from", "point_to", "of_length"}  # and Clover-Copy's
 KEPT |= {"base_kernel", "kernel_projection", "predecessor", "successor", "selector_gate"}
 
 

@@ -44,7 +44,6 @@ DRAFTERS = {
     "clover-mlp": ("clover", {"regressive_block": "mlp"}),
     "clover-bare": ("clover", {"regressive_block": "none", "num_augmenting_layers": 0}),
     "clover_lr": ("clover_lr", {"rank": 8}),
-    "clover_copy": ("clover_copy", {"rank": 8, "pointers": 3, "pointer_rank": 4}),
     "clover_lr-bare": ("clover_lr", {"rank": 0, "num_features": 1}),
     "medusa": ("medusa", {}),
     "medusa-shared": ("medusa", {"own_output": False}),

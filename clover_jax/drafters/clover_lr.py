@@ -205,12 +205,10 @@ class CloverLR(Drafter):
         """Run the trunk over accepted positions, and the one pass over lm_head at the last."""
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
         root, cache = absorb_positions(trunk, accepted, cache)
-        return self._root_state(frozen, root), cache
 
-    def _root_state(self, frozen: Frozen, z: Float[Array, "B 1 D"]) -> CloverLRState:
         # The one pass over the vocabulary of this step: every level reads its own part.
-        block = project(output_matrix(self.config, frozen), self._position_outputs(z[:, 0]))
-        return CloverLRState(block_logits=block, recurrent=self._first(z))
+        block = project(output_matrix(self.config, frozen), self._position_outputs(root[:, 0]))
+        return CloverLRState(block_logits=block, recurrent=self._first(root)), cache
 
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the block's logits of this level, corrected for each branch."""
@@ -243,11 +241,6 @@ class CloverLR(Drafter):
         # The block of every text position at once.
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
         z, _ = self._trunk(frozen, features, shift_left(tokens, 1), batch.positions, mask)
-        return self._unrolled(frozen, z, tokens)
-
-    def _unrolled(
-        self, frozen: Frozen, z: Float[Array, "B S D"], tokens: Int[Array, "B S"]
-    ) -> Float[Array, "P B S D+r"]:
         block = jnp.moveaxis(self._position_outputs(z), -2, 0)
         if not self.config.rank:
             return block
@@ -276,18 +269,16 @@ class CloverLR(Drafter):
         return soft_cap(logits, self.config.logit_cap)
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache=None, length=None):
+        # The last state passes untouched: W_f and W_t start at zero, so all else only adds.
+        each = unit_rms(features.reshape(*features.shape[:-1], len(self.config.features), -1))
+        x = self.state_size * each[..., -1, :]
+        if len(self.config.features) > 1:
+            x = x + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
         token = unit_rms(embed_input(self.config, frozen, next_tokens))
-        x = self._fused(features) + contract("...d,de->...e", token, self.token_mix)
+        x = x + contract("...d,de->...e", token, self.token_mix)
+
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
-
-    def _fused(self, features: Float[Array, "B S F"]) -> Float[Array, "B S D"]:
-        each = unit_rms(features.reshape(*features.shape[:-1], len(self.config.features), -1))
-        last = self.state_size * each[..., -1, :]
-        if len(self.config.features) == 1:
-            return last
-        # The last state passes untouched: W_f starts at zero, so the others only add.
-        return last + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
     def _position_outputs(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
         learned = contract("...d,dpe->...pe", z, self.block) + self.block_bias

@@ -31,7 +31,6 @@ from clover_jax.models.batch import Batch
 DRAFTERS = {
     "clover2": ("clover2", "Clover2Config", "Clover2"),
     "clover_lr": ("clover_lr", "CloverLRConfig", "CloverLR"),
-    "clover_copy": ("clover_copy", "CloverCopyConfig", "CloverCopy"),
     "clover": ("clover", "CloverConfig", "Clover"),
     "medusa": ("medusa", "MedusaConfig", "Medusa"),
     "eagle": ("eagle", "EagleConfig", "Eagle"),

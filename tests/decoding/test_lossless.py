@@ -221,7 +221,6 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
         pytest.param("eagle", "topk", None, marks=pytest.mark.slow),
         ("eagle3", "sampled", (0, 2, 3)),
         pytest.param("clover_lr", "sampled", (0, 2, 3), marks=pytest.mark.slow),
-        pytest.param("clover_copy", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),
         pytest.param("dflash2", "sampled", (0, 2, 3), marks=pytest.mark.slow),
@@ -229,7 +228,7 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
     ],
 )
 def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sampling, table):
-    if kind in ("clover_lr", "clover_copy"):
+    if kind == "clover_lr":
         drafter = random_head(BASE, kind, draft_to_target=table)
     else:
         drafter = lively_head(kind, BASE, draft_to_target=table)

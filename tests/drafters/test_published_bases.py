@@ -150,8 +150,6 @@ OWN_SCALE = [
 @pytest.mark.parametrize("name", OWN_SCALE)
 def test_no_head_begins_worse_than_guessing_whatever_the_bases_scales_are(name, scales):
     losses = first_losses(name, scales)
-    # Copies take a share of the odds before the head knows when to copy; random text has none.
-    margin = 0.05 if name == "clover_copy" else 0.01
-    assert losses.max() <= math.log(TINY.vocab_size) + margin
-    if name in ("clover2", "clover", "clover_lr", "clover_copy", "eagle"):
-        assert losses[0] <= first_losses("medusa", scales, fitted=False)[0] + margin
+    assert losses.max() <= math.log(TINY.vocab_size) + 0.01
+    if name in ("clover2", "clover", "clover_lr", "eagle"):
+        assert losses[0] <= first_losses("medusa", scales, fitted=False)[0] + 0.01
