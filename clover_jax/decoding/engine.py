@@ -178,7 +178,7 @@ class Engine:
         self._begun: _Chunk | None = None
         self._done: _Chunk | None = None
         self.step_seconds: float | None = None
-        self._read_seconds = math.inf  # how long the last chunk of a prompt took
+        self.read_seconds = math.inf  # how long the last chunk of a prompt took
 
     def open(
         self,
@@ -305,10 +305,6 @@ class Engine:
         elif self.state is not None:
             self.state = self.states.clear(self.state, slot)
 
-    def chunks_within(self, seconds: float) -> int:
-        """Return how many chunks of prompts fit into a time, as the last ones did; at least 1."""
-        return max(1, int(seconds / self._read_seconds))
-
     def read_prompts(self, num_chunks: int | None = None) -> None:
         """Start to read the prompts that wait, first come first served.
 
@@ -348,7 +344,7 @@ class Engine:
         if self._reads is not None:
             jax.block_until_ready(self._reads.last)
             now = self._compiling.now()
-            self._read_seconds = (now - self._reads.started) / self._reads.number
+            self.read_seconds = (now - self._reads.started) / self._reads.number
             if self._begun is not None:
                 self._begun = self._begun._replace(started=now)
             self._reads = None

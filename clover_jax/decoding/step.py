@@ -557,7 +557,8 @@ def write_tokens(
 
     Example: tokens [[5, 6, 0, 0]], new [[7, 8]] and start [1] give [[5, 7, 8, 0]].
     """
-    return jax.lax.platform_dependent(tokens, new, start, tpu=_by_position, default=_by_slice)
+    by_slice = jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at,)))
+    return jax.lax.platform_dependent(tokens, new, start, tpu=_by_position, default=by_slice)
 
 
 def _by_position(tokens: Array, new: Array, start: Array) -> Array:
@@ -566,11 +567,6 @@ def _by_position(tokens: Array, new: Array, start: Array) -> Array:
     for index in range(new.shape[1]):
         tokens = jnp.where(place == index, new[:, index, None], tokens)
     return tokens
-
-
-def _by_slice(tokens: Array, new: Array, start: Array) -> Array:
-    write = jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at,)))
-    return write(tokens, new, start)
 
 
 @typed

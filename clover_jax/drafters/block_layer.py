@@ -63,7 +63,9 @@ class BlockConvolution(nn.Module):
 
         # d = W x is computed once for both, from the state before the sublayer.
         shape = (width, 2, taps, width // self.shape.conv_group)
-        base = self.param("base_kernel", _pass_on, (2, taps, width))
+        base = self.param(
+            "base_kernel", lambda _, shape: jnp.zeros(shape).at[:, 0].set(1), (2, taps, width)
+        )
         kernel = contract(
             "btd,djog->btjog", x, self.param("kernel_projection", nn.initializers.zeros, shape)
         )
@@ -76,10 +78,6 @@ class BlockConvolution(nn.Module):
 
 def _same(y: Array) -> Array:
     return y
-
-
-def _pass_on(key: Array, shape: tuple[int, ...]) -> Float[Array, "j o D"]:
-    return jnp.zeros(shape).at[:, 0].set(1)
 
 
 def convolve(

@@ -166,8 +166,14 @@ def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
 
 def plain_options(kind: str) -> dict[str, type]:
     """Return the options of a kind that a user may set by name: name -> str, int, float or bool."""
-    hints = {name: _without_none(hint) for name, hint in _options(kind).items()}
-    return {name: hint for name, hint in hints.items() if hint in (str, int, float, bool)}
+    plain = {}
+    for name, hint in _options(kind).items():
+        # Only a single type, or None, can be read from a string.
+        arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
+        one = arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
+        if one in (str, int, float, bool):
+            plain[name] = one
+    return plain
 
 
 def parse_options(given: str, text: str, kind: str) -> dict[str, Any]:
@@ -179,13 +185,6 @@ def parse_options(given: str, text: str, kind: str) -> dict[str, Any]:
     Raises UserError, with a list of the kind's options, for an unknown one or a bad value.
     """
     return parse_values(given, text, plain_options(kind), f"a {kind} head has no option")
-
-
-def _without_none(hint: Any) -> Any:
-    """Return int for `int | None`, and everything else as it is."""
-    # Only a single type, or None, can be read from a string.
-    arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
-    return arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
 
 
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:

@@ -169,15 +169,12 @@ def finish(
 ) -> Float[Array, "B K G T H"]:
     """Return the weighted mean of the values seen; sinks, if any, weigh nothing in."""
     if rules is not None and rules.sinks is not None:
-        softmax = _absorb_sinks(softmax, rules.sinks.astype(jnp.float32)[:, :, None])
+        sinks = rules.sinks.astype(jnp.float32)[:, :, None]
+        peak = jnp.maximum(softmax.peak, sinks)
+        shrink = jnp.exp(softmax.peak - peak)
+        total = softmax.total * shrink + jnp.exp(sinks - peak)
+        softmax = RunningSoftmax(peak, total, softmax.mixed * shrink[..., None])
     return (softmax.mixed / softmax.total[..., None]).astype(dtype)
-
-
-def _absorb_sinks(old: RunningSoftmax, sinks: Float[Array, "K G 1"]) -> RunningSoftmax:
-    peak = jnp.maximum(old.peak, sinks)
-    shrink = jnp.exp(old.peak - peak)
-    total = old.total * shrink + jnp.exp(sinks - peak)
-    return RunningSoftmax(peak, total, old.mixed * shrink[..., None])
 
 
 def absorb_rows(
@@ -270,7 +267,16 @@ def _read_rows(
         if groups:  # one after the other: they would be fused, and their scores stored side by side
             part, groups[-1] = jax.lax.optimization_barrier((part, groups[-1]))
         keys, ends, seen = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
-        groups.append(_read(part, keys, ends, seen, rules and rules.of_rows(rows), policy))
+        groups.append(
+            _read(
+                part,
+                keys,
+                ends,
+                seen,
+                rules and dataclasses.replace(rules, positions=rules.positions[rows]),
+                policy,
+            )
+        )
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 

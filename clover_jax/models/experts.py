@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -91,18 +90,13 @@ class ExpertMLP(nn.Module):
             if cfg.expert_bias
         }
 
-        way = _way_for(chosen.size, len(tokens), number)
+        # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
+        way = _all if len(tokens) <= MOST_TOKENS else _many
+        if chosen.size <= min(MOST_PAIRS, number // 4):
+            way = _chosen
         routed = Routed(tokens, weight, chosen)
         total = way(cfg.activation, Experts(**matrices, **biases), routed)
         return total.astype(x.dtype).reshape(x.shape)
-
-
-def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
-    """Return the function for this number of pairs of token and expert."""
-    # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
-    if pairs <= min(MOST_PAIRS, number // 4):
-        return _chosen
-    return _all if tokens <= MOST_TOKENS else _many
 
 
 def _many(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:

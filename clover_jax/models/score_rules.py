@@ -60,9 +60,6 @@ class ScoreRules:
         rules = dataclasses.replace(self, window=window)
         return None if rules._is_empty else rules
 
-    def of_rows(self, rows: slice) -> ScoreRules:
-        return dataclasses.replace(self, positions=self.positions[rows])
-
     def by_distance(
         self, scores: Float[Array, "B K G T S"], key_positions: Int[Array, "*b S"]
     ) -> Float[Array, "B K G T S"]:

@@ -333,7 +333,7 @@ class Scheduler:
         return _Iteration(
             freed,
             [job.request for job in self._joining],
-            self._slots.chunks_within(max(CHUNK_SECONDS, waited)),
+            max(1, int(max(CHUNK_SECONDS, waited) / self._slots.read_seconds)),
             max(1, min(num_steps, MOST_STEPS)),
         )
 
@@ -363,29 +363,24 @@ class Scheduler:
         # The device computes now; what the host does costs it nothing.
         for new in slots.take():
             if job := self._begun.get(new.slot):
-                self._hand_out(job, new)
+                # A message costs time of the event loop; on a CPU that is the device's time, too.
+                job.kept.append(new)
+                if new.is_last or job.row.is_followed:
+                    self._tell(job, job.kept)
+                    job.kept = []
         self._begun = dict(self._running)
 
         ended = slots.wait()
         with self._changed:
             for slot in ended:
                 self._running.pop(slot, None)
+
         if iteration.compiles:
-            self._note_compiled()
-
-    def _note_compiled(self) -> None:
-        self._bar.update()
-        del self._uncompiled[0]
-        if not self._uncompiled:
-            self._bar.close()
-            self.compiled.set_result(None)
-
-    def _hand_out(self, job: _Job, new: NewTokens) -> None:
-        # A message costs time of the event loop; on a CPU that is the device's time, too.
-        job.kept.append(new)
-        if new.is_last or job.row.is_followed:
-            self._tell(job, job.kept)
-            job.kept = []
+            self._bar.update()
+            del self._uncompiled[0]
+            if not self._uncompiled:
+                self._bar.close()
+                self.compiled.set_result(None)
 
     def _tell(self, job: _Job, news: list[NewTokens] | Exception) -> None:
         try:

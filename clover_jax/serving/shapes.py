@@ -94,10 +94,6 @@ def _is_ids(value: Any) -> bool:
     return is_filled and all(type(id_) is int and id_ >= 0 for id_ in value)
 
 
-def _as_stops(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 def _as_biases(value: Any) -> Any:
     """Return OpenAI's object {"token id": bias} as pairs."""
     if value is None:
@@ -170,7 +166,7 @@ class CommonRequest(_Shape):
     logit_bias: Annotated[tuple[tuple[int, float], ...] | None, BeforeValidator(_as_biases)] = None
     stop: Annotated[
         Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
-        BeforeValidator(_as_stops),
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = None
     ignore_eos: bool | None = None
     prediction: Annotated[Text | None, BeforeValidator(_as_prediction)] = None
