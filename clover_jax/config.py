@@ -269,6 +269,10 @@ class LossSpec(JsonConfig):
         count, that of all "positions" of the batch, or the sum of the "weights" decay^i of all
         pairs that count.
     divisor_offset: added to the divisor.
+    pairs: which pairs count (`training/pairs.py`): those that "decoding" meets, or those of the
+        "release" of Clover-2 and EAGLE, which leaves out the first token that each answer drafts.
+    proposable: a reduced vocabulary counts soft_ce and total_variation where it has the "text"'s
+        next token, or where it has the "base"'s most probable one, which needs all its logits.
     """
 
     regression: float = 0.0
@@ -281,8 +285,16 @@ class LossSpec(JsonConfig):
     dpace: float = 0.0
     divisor: str = "pairs"
     divisor_offset: float = 1.0
+    pairs: str = "decoding"
+    proposable: str = "text"
 
     def __post_init__(self):
+        choices = {"pairs": ("decoding", "release"), "proposable": ("text", "base")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"loss {name} {getattr(self, name)!r} must be {' or '.join(known)}"
+                )
         # EAGLE-3 divides by all positions, DFlash 2 by weights, the other methods by what counts.
         if self.divisor not in ("pairs", "positions", "weights"):
             raise ValueError(f"loss divisor {self.divisor!r} must be pairs, positions or weights")

@@ -46,7 +46,9 @@ from clover_jax.models.int8 import contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, matrix_init
 
 NUM_FEATURES = 3
-METHOD_LOSS = LossSpec(soft_ce=1.0, decay=0.8, divisor="positions", divisor_offset=0.0)
+METHOD_LOSS = LossSpec(
+    soft_ce=1.0, decay=0.8, divisor="positions", divisor_offset=0.0, proposable="base"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

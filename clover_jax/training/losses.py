@@ -31,9 +31,9 @@ probability of x_{t+2+j} (0 outside of a reduced vocabulary), a = `dpace`, no gr
 needs all positions of t, so logits are computed twice: once for w, once for the loss.
 
 A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
-most probable token of the base lies outside has S_i = V_i = 0 but stays in the divisor, as in
-EAGLE-3: any proposal is rejected there. H_i is 0 where the true token lies outside. R_i counts
-everywhere. Accuracy is over the whole vocabulary: a best token that lies outside is a miss.
+true token lies outside (EAGLE-3: whose most probable token of the base does, `proposable`) has
+S_i = V_i = H_i = 0 but stays in the divisor: any proposal is rejected there. It is a miss in the
+accuracy, which compares the best tokens of p and q. R_i counts everywhere.
 
 No [P, B, S, V] array exists: targets are processed in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -139,7 +139,7 @@ def distillation_loss(
     counts: of the batch that this one is a part of; None where it is the whole.
     """
     num_positions = len(hidden)
-    mask = counted_pairs(batch, num_positions)
+    mask = counted_pairs(batch, head.config)
     # A part divides by the pairs of its whole batch, so that the parts sum up to the batch's loss.
     own = count_pairs(mask, batch)
     whole = own if counts is None else counts
@@ -374,7 +374,7 @@ def _pair_terms(
     # The targets of the chunk that each term counts; see the module's docstring.
     mask, of_next = chunk.mask, _of_next_token(scores, chunk)
     labelled = mask & _is_labelled(chunk)
-    in_reach = mask & chunk.reachable
+    in_reach = mask & chunk.proposable
 
     # SmoothL1, Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2. Of the columns of u
     # that predict a state; in float32, since squares in bfloat16 would lose small distances.

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import Frozen, head_logits
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.tokens import to_draft
@@ -27,30 +28,39 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 
 
-def counted_pairs(batch: Batch, num_positions: int) -> Bool[Array, "P B S"]:
+def counted_pairs(batch: Batch, head: DrafterConfig) -> Bool[Array, "P B S"]:
     """Return the pairs of `anchored_mask` [P, B, M] for a batch with anchors, else `pair_mask`."""
     if batch.anchors is not None:
-        return anchored_mask(batch, batch.anchors, num_positions)
-    return pair_mask(batch.segment_ids, batch.loss_mask, num_positions)
+        return anchored_mask(batch, batch.anchors, head.num_positions)
+    convention = head.loss.pairs
+    return pair_mask(batch.segment_ids, batch.loss_mask, head.num_positions, convention)
 
 
 def pair_mask(
-    segment_ids: Int[Array, "B S"], loss_mask: Bool[Array, "B S"], num_positions: int
+    segment_ids: Int[Array, "B S"],
+    loss_mask: Bool[Array, "B S"],
+    num_positions: int,
+    convention: str = "decoding",
 ) -> Bool[Array, "P B S"]:
-    """Return [i, b, s] True where the pair (s - 1 - i, i) counts.
+    """Return [i, b, s] True where the pair (t, i) counts, t = s - 1 - i, of one document with s.
 
-    It does when m_{s-1} is set and s - 1 - i and s lie in one document. (m_{t+i} of the
-    release is m_{s-1}: the mask does not depend on i. That a document's last position never
-    counts follows from s being in the same document.)
+    "decoding": x_{t+1}, the last token emitted, to x_{s+1}, the one drafted, are of one answer:
+        m_{t+1} .. m_{s+1} are set. So the first pair of an answer is that of the prompt's last
+        position, and its last drafts the end-of-text token.
+    "release": m_{s-1} is set, as m_{t+i} in the code of Clover-2 and EAGLE. It begins one position
+        later, has pairs of the prompt's last positions, and one behind the end of the answer.
 
-    Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and P = 2 give
-    [[F, T, T, F]] for i = 0 and [[F, F, T, F]] for i = 1.
+    Example: segment_ids [[1, 1, 1, 1, 2]], loss_mask [[F, T, T, T, F]] and P = 2 give
+    [[F, T, T, F, F]] and [[F, F, T, F, F]]; "release" [[F, F, T, T, F]] and [[F, F, T, T, F]].
     """
-    # m_{s-1} is unset before the row's first token.
-    counted = shift_right(loss_mask, 1)
+    # Both are unset where the row has no such token.
+    before, after = shift_right(loss_mask, 1), jnp.pad(loss_mask[:, 1:], ((0, 0), (0, 1)))
+    counted = before if convention == "release" else after & labelled_targets(segment_ids)
 
     masks = []
     for i in range(num_positions):
+        if convention == "decoding":
+            counted = counted & shift_right(loss_mask, i)
         source = shift_right(segment_ids, i + 1)
         # Segment 0 is padding.
         masks.append(counted & (source == segment_ids) & (segment_ids > 0))
@@ -76,7 +86,8 @@ def anchored_mask(
 ) -> Bool[Array, "P B M"]:
     """Return [i, b, m] True where position i of the block at an anchor counts.
 
-    It does when its target token, x_{t+2+i}, is supervised and of the anchor's document.
+    It does when the anchor, x_{t+1}, to the target token, x_{t+2+i}, are of one answer, as in
+    `pair_mask`.
 
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and anchors [[0, 1]] give, for P = 2,
     [[T, T]] and [[T, F]].
@@ -87,12 +98,13 @@ def anchored_mask(
         index = jnp.clip(anchors + further, 0, size - 1)
         return jnp.take_along_axis(x, index, axis=1)
 
-    masks = []
     segment = at(batch.segment_ids, 0)
+    counted, masks = at(batch.loss_mask, 0) & (segment > 0), []
     for i in range(num_positions):
         # `at` clips places beyond the row, which `is_inside` then masks.
         is_inside = (anchors + i + 1 < size) & (at(batch.segment_ids, i + 1) == segment)
-        masks.append(at(batch.loss_mask, i + 1) & is_inside & (segment > 0))
+        counted = counted & at(batch.loss_mask, i + 1) & is_inside
+        masks.append(counted)
     return jnp.stack(masks)
 
 
@@ -231,7 +243,7 @@ class Chunk(struct.PyTreeNode):
     hidden:      [r, c, D] the states whose pairs have these targets.
     states:      [r, c, D] the base's g.
     teacher:     [r, c, Vd] softmax(lm_head g), of the tokens that the head can propose.
-    reachable:   [r, c] whether the head can propose the base's most probable token.
+    proposable:  [r, c] whether the head can propose the text's next token, or the base's best.
     next_tokens: [r, c] in the head's vocabulary; -1 outside.
     mask:        [r, c]
     weight:      [r, c]
@@ -241,7 +253,7 @@ class Chunk(struct.PyTreeNode):
     hidden: Float[Array, "r c D"]
     states: Float[Array, "r c D"]
     teacher: Float[Array, "r c Vd"]
-    reachable: Bool[Array, "r c"]
+    proposable: Bool[Array, "r c"]
     next_tokens: Int[Array, "r c"]
     mask: Bool[Array, "r c"]
     weight: Float[Array, "r c"]
@@ -284,20 +296,24 @@ def _take_targets(operands: Operands, index: Int[Array, "r c"]) -> dict[str, Arr
     index = jnp.minimum(index, operands.states.shape[1] - 1)
     states = _take_rows(operands.states, index)
 
-    # The base's most probable token over its whole vocabulary costs another product.
     config, frozen = operands.head.config, operands.frozen
-    reachable = jnp.ones(index.shape, bool)
-    if config.draft_to_target is not None:
-        reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
+    next_tokens = jnp.take_along_axis(operands.next_tokens, index, axis=1)
+    has_next = jnp.take_along_axis(operands.has_next, index, axis=1)
+    # Where the text ends, nothing speaks against the pair.
+    proposable = ~has_next | (next_tokens >= 0)
+    if config.loss.proposable == "base" and config.draft_to_target is not None:
+        # A product with the whole vocabulary: for Gemma 3 270M two thirds of what a step computes.
+        best = project(frozen.lm_head, states).argmax(axis=-1)
+        proposable = to_draft(config, best) >= 0
 
     # Over the tokens that the head can propose: for a reduced vocabulary p is renormalised.
     teacher = jax.nn.softmax(head_logits(config, frozen, states))
     return {
         "states": states,
         "teacher": teacher,
-        "reachable": reachable,
-        "next_tokens": jnp.take_along_axis(operands.next_tokens, index, axis=1),
-        "has_next": jnp.take_along_axis(operands.has_next, index, axis=1),
+        "proposable": proposable,
+        "next_tokens": next_tokens,
+        "has_next": has_next,
     }
 
 

@@ -303,7 +303,7 @@ def accumulated_gradient(
         part, number = operands
         # With the key of the part's gradient: the anchors counted must be those trained at.
         part = _with_anchors(config, part, jax.random.fold_in(key, number))
-        return count_pairs(counted_pairs(part, config.head.config.num_positions), part)
+        return count_pairs(counted_pairs(part, config.head.config), part)
 
     with jax.named_scope("count"):
         of_each = jax.lax.map(pairs_of, operands)

@@ -5,6 +5,8 @@ Slow and obvious; it judges `losses.distillation_loss`, value and gradient.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -61,11 +63,18 @@ def _all_weights(spec, pairs, name):
 
 def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
     """Return everything of the pairs (t, t + 1 + i), in the order of t."""
+    spec = head.config.loss
     size = hidden.shape[2]
     source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
     segment = batch.segment_ids
     together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
-    mask = batch.loss_mask[:, i : size - 1] & together
+    if spec.pairs == "release":
+        mask = batch.loss_mask[:, i : size - 1] & together
+    else:  # x_{t+1} .. x_{t+2+i} are of one document and one answer
+        ahead = [jnp.roll(batch.loss_mask & (segment > 0), -k, axis=1) for k in range(1, i + 3)]
+        same = jnp.roll(segment, -i - 2, axis=1) == segment
+        inside = jnp.arange(size) < size - i - 2
+        mask = functools.reduce(jnp.logical_and, ahead, same & inside)[:, source]
 
     # Both distributions, the base's restricted to what the head can propose.
     u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
@@ -81,15 +90,18 @@ def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
     is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
 
     # R, S, H, V and C of each pair.
-    reachable = (full.argmax(axis=-1)[..., None] == table).any(axis=-1)
+    wanted = is_next if spec.proposable == "text" else full.argmax(axis=-1)[..., None] == table
+    proposable = wanted.any(axis=-1)
+    if spec.proposable == "text":
+        proposable |= ~labelled
     distance = jnp.abs(u - g)
     smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
     rejection = 0.5 * jnp.abs(p - q).sum(axis=-1)
     terms = {
         "regression": smooth.mean(axis=-1),
-        "soft_ce": -(p * log_q).sum(axis=-1) * reachable,
+        "soft_ce": -(p * log_q).sum(axis=-1) * proposable,
         "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
-        "total_variation": rejection * reachable,
+        "total_variation": rejection * proposable,
         "candidate_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
     }
     return {
@@ -97,7 +109,7 @@ def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
         "labelled": labelled,
         "label": jnp.where(is_next, q, 0).sum(axis=-1) * labelled,
         "terms": terms,
-        "hits": table[logits.argmax(axis=-1)] == full.argmax(axis=-1),
+        "hits": (logits.argmax(axis=-1) == p.argmax(axis=-1)) & proposable,
     }
 
 

@@ -37,7 +37,7 @@ DPACE = dataclasses.replace(ALL_TERMS, dpace=0.5)
 anchored_mask = jax.jit(pairs.anchored_mask, static_argnames="num_positions")
 compact_targets = jax.jit(pairs.compact_targets, static_argnames="groups")
 labelled_targets = jax.jit(pairs.labelled_targets)
-pair_mask = jax.jit(pairs.pair_mask, static_argnames="num_positions")
+pair_mask = jax.jit(pairs.pair_mask, static_argnames=("num_positions", "convention"))
 sample_anchors = jax.jit(pairs.sample_anchors, static_argnums=2)
 
 
@@ -80,7 +80,12 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
     np.testing.assert_allclose(loss, expected["clover2_total_loss"], atol=1e-5)
 
 
+def _all_terms(**changes):
+    return dataclasses.replace(ALL_TERMS, **changes)
+
+
 FEW = {"num_positions": 3}  # of 5: each is compiled by itself
+EVERY_SECOND = {"draft_to_target": tuple(range(1, 96, 2))}
 
 
 @pytest.mark.parametrize(
@@ -89,10 +94,9 @@ FEW = {"num_positions": 3}  # of 5: each is compiled by itself
         pytest.param(16, 1, {}, marks=pytest.mark.slow),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
         (7, 3, FEW),
-        pytest.param(16, 1, {"draft_to_target": tuple(range(1, 96, 2))}, marks=pytest.mark.slow),
-        (16, 1, FEW | {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
-        (7, 3, FEW | {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
-        (16, 1, FEW | {"loss": dataclasses.replace(ALL_TERMS, divisor="weights")}),
+        (16, 1, FEW | {"loss": _all_terms(divisor="positions", proposable="base")} | EVERY_SECOND),
+        (7, 3, FEW | {"loss": _all_terms(dpace=0.5)} | EVERY_SECOND),
+        (16, 1, FEW | {"loss": _all_terms(divisor="weights", pairs="release")}),
         pytest.param(16, 1, {"loss": LossSpec(total_variation=20.0)}, marks=pytest.mark.slow),
     ],
 )
@@ -151,21 +155,21 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
 def test_anchors_at_every_position_give_the_loss_of_all_positions(loss):
     head = registry.head(registry.config_for_base("medusa", TINY, loss=loss, **FEW))
     params = init_head(head, random_base(), jax.random.key(1))
-    # One document of 19 tokens. All positions go by the mask of the one before the target, anchors
-    # by that of the token after it: neither has a pair with the last target here.
+    # One document of 19 tokens: a prompt, and an answer with a gap.
     batch = random_batch(num_segments=1, padding=1)
     place = jnp.broadcast_to(jnp.arange(20), batch.tokens.shape)
+    batch = batch.replace(loss_mask=(place > 2) & (place != 9))
     frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
 
-    def with_gradient(loss_mask, anchors):
+    def with_gradient(anchors):
         def total(hidden):
-            masked = batch.replace(loss_mask=loss_mask, anchors=anchors)
-            return distillation_loss(head, params, frozen, hidden, states, masked, 7, 3)
+            given = batch.replace(anchors=anchors)
+            return distillation_loss(head, params, frozen, hidden, states, given, 7, 3)
 
         return jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
 
-    (value, parts), gradient = with_gradient(place < 17, None)
-    (found, found_parts), found_gradient = with_gradient(place >= 0, place + 1)
+    (value, parts), gradient = with_gradient(None)
+    (found, found_parts), found_gradient = with_gradient(place + 1)
     np.testing.assert_allclose(found, value, rtol=1e-6)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found_parts, parts)
     np.testing.assert_allclose(found_gradient, gradient, atol=1e-7)
@@ -311,18 +315,28 @@ def unpack(batch):
 
 
 def test_pair_mask_gives_the_docstrings_example():
-    segment_ids = jnp.array([[1, 1, 1, 2]])
-    mask = pair_mask(segment_ids, jnp.ones((1, 4), bool), num_positions=2)
-    expected = [[[False, True, True, False]], [[False, False, True, False]]]
-    np.testing.assert_array_equal(mask, expected)
+    arguments = jnp.array([[1, 1, 1, 1, 2]]), jnp.array([[False, True, True, True, False]])
+    mask = pair_mask(*arguments, num_positions=2)
+    np.testing.assert_array_equal(mask[:, 0], [[0, 1, 1, 0, 0], [0, 0, 1, 0, 0]])
+    mask = pair_mask(*arguments, num_positions=2, convention="release")
+    np.testing.assert_array_equal(mask[:, 0], [[0, 0, 1, 1, 0]] * 2)
 
 
-def test_a_pair_counts_by_the_mask_of_the_position_before_its_target():
+def test_the_release_counts_a_pair_by_the_mask_of_the_position_before_its_target():
     segment_ids = jnp.ones((1, 5), jnp.int32)
     loss_mask = jnp.array([[False, False, True, False, True]])
-    mask = pair_mask(segment_ids, loss_mask, num_positions=3)
-    # Only m_2 has a target: tau = 3, for the pairs (2, 0), (1, 1), (0, 2).
+    mask = pair_mask(segment_ids, loss_mask, num_positions=3, convention="release")
+    # Only m_2 has a target: s = 3, for the pairs (2, 0), (1, 1), (0, 2).
     np.testing.assert_array_equal(mask[:, 0], [[False] * 3 + [True, False]] * 3)
+
+
+def test_pairs_of_decoding_are_those_whose_draft_and_last_token_are_of_one_answer():
+    # Two answers of one conversation, of two and three tokens, with the user's between.
+    loss_mask = jnp.array([[0, 0, 1, 1, 0, 1, 1, 1]], bool)
+    mask = pair_mask(jnp.ones((1, 8), jnp.int32), loss_mask, num_positions=3)
+    drafted = [(int(s) - 1 - i, int(s) + 1) for i in range(3) for s in np.flatnonzero(mask[i, 0])]
+    # (t, place of the drafted token): from the prompt's last position on, up to the answer's end.
+    assert drafted == [(1, 3), (4, 6), (5, 7), (4, 7)]
 
 
 def test_padding_has_no_pairs():
