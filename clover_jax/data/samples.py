@@ -31,11 +31,12 @@ LOOKED_AT = 64  # samples of data that are not all read beforehand
 def learnable_pieces(loss_mask: np.ndarray, seq_len: int) -> list[slice]:
     """Return the pieces, of at most `seq_len` tokens, that have a pair to learn from.
 
-    Example: 5 tokens that count, with seq_len 2, give pieces of 2 and 2; the last has no pair.
+    Example: 8 tokens that count, with seq_len 3, give pieces of 3 and 3; the last has no pair.
     """
     pieces = [slice(at, at + seq_len) for at in range(0, len(loss_mask), seq_len)]
-    # The mask of a piece's last token never counts: its target lies beyond.
-    return [piece for piece in pieces if loss_mask[piece][:-1].any()]
+    # A pair reads a token, and then two that count: the one emitted last and the one drafted.
+    is_pair = loss_mask[1:] & loss_mask[:-1]
+    return [piece for piece in pieces if is_pair[piece][1 : seq_len - 1].any()]
 
 
 class Samples(Protocol):
@@ -192,8 +193,9 @@ class SampleCounts:
             )
         if not self.pieces:
             raise UserError(
-                f"each of the {self.samples} samples counts no token but the last of a row, after "
-                "which there is none to draft: there is nothing to learn; give longer answers"
+                f"no answer of the {self.samples} samples has two tokens in one row of --seq_len; "
+                "the second is the first that a head drafts: there is nothing to learn; give "
+                "longer answers"
             )
 
         if max_cut is not None and self.cut > max_cut * self.conversations:

@@ -108,14 +108,7 @@ class Trainer:
 
             # Nothing is logged, saved or measured of a step that is not known to be finite.
             if self._due(self.settings.log_every, done):
-                metrics = watch.settle()
-                if not watch.pairs:
-                    raise UserError(
-                        f"no answer in --data={self.settings.data} drafts a token within {done} "
-                        "steps: a head learns from the second token of an answer on, and these "
-                        "answers have one token, or the rows have no answers"
-                    )
-                self._log(done, metrics, clock)
+                self._log(done, watch.settle(), clock)
             # Saved before it is measured: a run that is stopped meanwhile measures when it resumes.
             # The clock stands still, so that tokens a second are those of training alone.
             is_saved = self._due(self.settings.checkpoint_every, done)
@@ -179,12 +172,11 @@ class FiniteWatch:
     """Looks at every step's loss and gradient, one step late so that the device never waits.
 
     finished: the last step whose values are known.
-    pairs: pairs of position 0 that counted in the steps looked at.
     """
 
     def __init__(self, checkpoints: Checkpoints, finished: int = 0):
         """Take the checkpoints, to say which one is left."""
-        self._checkpoints, self.finished, self.pairs = checkpoints, finished, 0
+        self._checkpoints, self.finished = checkpoints, finished
         self._pending: tuple[int, StepMetrics] | None = None
 
     def take(self, step: int, metrics: StepMetrics) -> None:
@@ -206,8 +198,6 @@ class FiniteWatch:
                     f"the {name} is {float(value)} at step {step}; lower --learning_rate and "
                     f"start in another --workdir (last checkpoint before it: {rest})"
                 )
-        if step > self.finished:
-            self.pairs += int(metrics.positions.pairs[0])
         self.finished = step
         return metrics
 

@@ -56,7 +56,7 @@ def test_all_data_are_looked_at_before_they_are_called_useless():
 
 
 def test_data_that_count_no_token_but_the_last_of_a_row_are_refused():
-    with pytest.raises(UserError, match="each of the 3 samples counts no token but the last"):
+    with pytest.raises(UserError, match="no answer of the 3 samples has two tokens"):
         look([TokenRow("f", (1, 2), (3,))] * 3)
     assert look([TokenRow("f", tuple(range(9)), (9, 10))], max_cut=1).pieces == 1
 

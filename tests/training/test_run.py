@@ -146,14 +146,6 @@ def test_a_loss_that_is_not_finite_stops_with_its_step(data, tmp_path, monkeypat
     assert sorted(p.name for p in (tmp_path / "w" / "checkpoints").glob("[0-9]")) == ["3"]
 
 
-def test_answers_of_one_token_are_refused(tmp_path):
-    # Their only token comes from the base itself: nothing is drafted, and nothing to be learned.
-    row = {"prompt_ids": [5, 6, 7, 8], "output_ids": [9]}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 80)
-    with pytest.raises(UserError, match=r"no answer in --data=.*drafts a token within 1 steps"):
-        run_training(settings(tmp_path / "rows.jsonl"), tmp_path / "w", threading.Event())
-
-
 def test_too_little_memory_says_what_to_do(data, tmp_path, monkeypatch):
     def run_step(state, base_params, batch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
