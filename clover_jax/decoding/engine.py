@@ -394,7 +394,8 @@ class Engine:
                 batch = self.states.grow(batch, size)
             # Where a slot holds the beginning of this prompt, its caches are the row's.
             prompt = self._sharable(request)
-            shared = [self._shared(other, prompt) for other in range(len(self._rows))]
+            whole = request.shares_prompt
+            shared = [self._shared(other, prompt, whole) for other in range(len(self._rows))]
             row.num_read = row.num_cached = max(shared)
             nearest = shared.index(row.num_read)
             row.state = self._new_row(request, batch)
@@ -402,18 +403,21 @@ class Engine:
                 begun = self.states.extract(batch, nearest, self._beginnings[nearest])
                 row.state = row.state.replace(cache=begun.cache, draft_cache=begun.draft_cache)
 
-        prefill = self.programs([request]).prefill
-        row.state, scores = prefill(self._weights, row.state, np.int32(row.num_read))
+        left = len(request.prompt_ids) - 1 - row.num_read
+        programs, size = self.programs([request]), self.prefill_size
+        read = programs.prefill
+        if request.shares_prompt and left == 0:
+            read, size = programs.read_last, 1
+        row.state, scores = read(self._weights, row.state, np.int32(row.num_read))
         if scores is not None:
             # Position i scores the token after it, the last one the first new token.
-            left = len(request.prompt_ids) - 1 - row.num_read
-            found = _read_scores(scores, (0,), min(left + 1, self.prefill_size))
-            if left < self.prefill_size:
+            found = _read_scores(scores, (0,), min(left + 1, size))
+            if left < size:
                 row.first_score = [found.pop()]
             if request.wants_prompt_scores:
                 row.prompt_scores += found
 
-        row.num_read += self.prefill_size
+        row.num_read += size
         end = row.state.end
         if row.is_read:
             self._beginnings[slot] = self.states.draft_beginning(row.state)
@@ -494,16 +498,18 @@ class Engine:
         is_read_whole = learns or request.wants_prompt_scores
         return np.array([] if is_read_whole else request.prompt_ids, np.int32)
 
-    def _shared(self, slot: int, prompt: np.ndarray) -> int:
+    def _shared(self, slot: int, prompt: np.ndarray, whole: bool = False) -> int:
         """Return how many tokens of a prompt can come from a slot's cache: whole chunks.
 
         So the rest is read in the same chunks as without the cache. A head pairs a position with
         the token after it, so that token must be the same too.
+        whole: all but the last token of a prompt that the slot holds to its end.
         """
         size = min(len(self._held[slot]), len(prompt))
         differ = self._held[slot][:size] != prompt[:size]
         same = int(differ.argmax()) if differ.any() else size
-        return max(same - 1, 0) // self.prefill_size * self.prefill_size
+        chunk = 1 if whole and same == len(prompt) else self.prefill_size
+        return max(same - 1, 0) // chunk * chunk
 
     def _kept(self, request: Request, text: np.ndarray) -> np.ndarray:
         """Return the part of a text that a slot's caches hold.
@@ -551,8 +557,6 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
 
 def _read_scores(scores: Scores, row: tuple[int, ...], count: int) -> list[TokenScore]:
     """Return the first `count` scores of a row; `row` indexes all axes before the tokens'."""
-    own, ids, top = (
-        np.asarray(leaf)[row][:count].tolist()
-        for leaf in (scores.log_probability, scores.top_ids, scores.top_log_probabilities)
-    )
-    return [TokenScore(*each) for each in zip(own, ids, top, strict=True)]
+    # The fields of a TokenScore are those of Scores.
+    columns = [np.asarray(getattr(scores, name))[row][:count] for name in TokenScore._fields]
+    return [TokenScore(*each) for each in zip(*(c.tolist() for c in columns), strict=True)]

@@ -57,7 +57,7 @@ def prefill_chunk(
     if not config.sampling.scored:
         return state, None
     logits = base_logits(config.base, weights.base, post_norm)
-    return state, score(logits, _tokens_after(state, start, size))
+    return state, score(logits, _tokens_after(state, start, size), state.sampling)
 
 
 def _tokens_after(state: DecodeState, start: Array, size: int) -> Int[Array, "B size"]:

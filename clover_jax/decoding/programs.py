@@ -217,10 +217,12 @@ class Programs(NamedTuple):
     """The compiled programs of one set of sampling rules.
 
     prefill: (weights, row, start) -> (row, scores), for a batch of one; it consumes the row.
+    read_last: the same for a prompt's last token alone, where its other tokens are read already.
     decode: a chunk of steps.
     """
 
     prefill: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
+    read_last: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
     decode: Chunk
 
     def for_states_with_bias(self) -> Programs:
@@ -235,7 +237,7 @@ class Programs(NamedTuple):
 
             return call
 
-        return Programs(without_bias(self.prefill), without_bias(self.decode))
+        return Programs(*[without_bias(program) for program in self])
 
 
 @functools.lru_cache(maxsize=MOST_KEPT)
@@ -244,15 +246,17 @@ def compile_programs(
 ) -> Programs:
     """Return the programs that read prompts and decode; they compile when they are called."""
 
-    def prefill(
-        weights: Weights, row: DecodeState, start: Array
-    ) -> tuple[DecodeState, Scores | None]:
-        row, scores = prefill_chunk(config, prefill_size, weights, row, start)
-        return row, placement.whole(scores)
+    def reading(size: int) -> Callable:
+        def read(
+            weights: Weights, row: DecodeState, start: Array
+        ) -> tuple[DecodeState, Scores | None]:
+            row, scores = prefill_chunk(config, size, weights, row, start)
+            return row, placement.whole(scores)
 
-    return Programs(
-        placement.compiled(prefill, donate_argnums=1), compile_chunk(config, num_steps, placement)
-    )
+        return placement.compiled(read, donate_argnums=1)
+
+    chunk = compile_chunk(config, num_steps, placement)
+    return Programs(prefill=reading(prefill_size), read_last=reading(1), decode=chunk)
 
 
 def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> Chunk:
@@ -345,7 +349,12 @@ def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:
     if config.sampling.scored:
         top = (depth + 1, min(MOST_ALTERNATIVES, config.base.vocab_size))
         float32 = jnp.float32
-        scores = Scores(zeros(depth + 1, dtype=float32), zeros(*top), zeros(*top, dtype=float32))
+        scores = Scores(
+            log_probability=zeros(depth + 1, dtype=float32),
+            at_temperature=zeros(depth + 1, dtype=float32),
+            top_ids=zeros(*top),
+            top_log_probabilities=zeros(*top, dtype=float32),
+        )
     return StepRecord(zeros(), zeros(), zeros(), zeros(depth), copied, scores)
 
 

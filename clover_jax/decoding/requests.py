@@ -33,6 +33,9 @@ class Request:
     logit_bias: (token id, what is added to the base's logit of it) of some tokens.
     wants_scores: whether each output token's log-probability is wanted, with those of the most
         probable tokens at its place. wants_prompt_scores: the prompt's too.
+    shares_prompt: whether the whole of a prompt that another slot holds is taken from there, but
+        for its last token, which gives the first new one. (Otherwise whole chunks are taken, so
+        that rounding is that of a prompt read alone.)
     """
 
     index: int
@@ -45,6 +48,7 @@ class Request:
     sources: Sequence[Sequence[int]] = ()
     wants_scores: bool = False
     wants_prompt_scores: bool = False
+    shares_prompt: bool = False
     min_new_tokens: int = 0
     logit_bias: Sequence[tuple[int, float]] = ()
 
@@ -60,11 +64,12 @@ class Request:
 class TokenScore(NamedTuple):
     """The base's log-probability of a token of the text, before temperature.
 
-    log_probability: of the token itself.
+    log_probability: of the token itself. at_temperature: the same at the row's temperature.
     top_ids, top_log_probabilities: the most probable tokens at its place, best first.
     """
 
     log_probability: float
+    at_temperature: float
     top_ids: list[int]
     top_log_probabilities: list[float]
 

@@ -185,22 +185,29 @@ def _per_position(rows: RowSampling, positions: Array, purpose: int, sample) -> 
 class Scores(struct.PyTreeNode):
     """The base's log-probabilities of the text's tokens, before temperature; N alternatives each.
 
-    log_probability: [B, T] of the tokens themselves.
+    log_probability: [B, T] of the tokens themselves. at_temperature: [B, T] the same at each row's
+        temperature, without top-k and top-p; 0 at temperature 0.
     top_ids, top_log_probabilities: [B, T, N] the most probable tokens, best first.
     """
 
     log_probability: Float[Array, "B T"]
+    at_temperature: Float[Array, "B T"]
     top_ids: Int[Array, "B T N"]
     top_log_probabilities: Float[Array, "B T N"]
 
 
-def score(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
+def score(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], rows: RowSampling) -> Scores:
     """Return the scores of tokens that follow the positions of these logits."""
+
+    def of_tokens(log_probability: Array) -> Array:
+        return jnp.take_along_axis(log_probability, tokens[..., None], axis=-1)[..., 0]
+
     log_probability = finite_log_softmax(logits)
-    own = jnp.take_along_axis(log_probability, tokens[..., None], axis=-1)[..., 0]
+    warped = of_tokens(finite_log_softmax(warp(logits, rows, truncate=False)))
+    is_drawn = rows.temperature[:, None] > 0
     # A tiny base may have fewer tokens than MOST_ALTERNATIVES.
     top, ids = jax.lax.top_k(log_probability, min(MOST_ALTERNATIVES, logits.shape[-1]))
-    return Scores(own, ids, top)
+    return Scores(of_tokens(log_probability), jnp.where(is_drawn, warped, 0.0), ids, top)
 
 
 def finite_log_softmax(warped: Float[Array, "B T V"]) -> Float[Array, "B T V"]:

@@ -241,7 +241,7 @@ def speculate_and_verify(
         if config.sampling.scored:
             # The tokens after the path's slots are the accepted ones and the bonus.
             on_path = jnp.take_along_axis(verified.predicted, accepted.path[..., None], axis=1)
-            record = record.replace(scores=score(on_path, state.next_tokens))
+            record = record.replace(scores=score(on_path, state.next_tokens, state.sampling))
         if isinstance(drafted, TreeWithCopies) and state.copies is not None:
             # The best copy is counted in every step, whether it got slots or not.
             counted = count_copies(state.copies, drafted.best, state.next_tokens, state.count)

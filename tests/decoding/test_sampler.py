@@ -1,0 +1,163 @@
+"""Rollouts: samples are the current base's, with its log-probabilities; updates cost nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special, stats
+
+from clover_jax.api import Sampler
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.errors import UserError
+from clover_jax.models.decoder import Decoder, base_logits, causal_mask
+from clover_jax.runtime.compile_clock import CompileClock
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_models
+
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]]
+SAMPLES = 800
+
+
+@functools.cache
+def moved_base(step: int):
+    """Params as an update of a learner would leave them, with logits that are worth a test."""
+    noise = jax.random.key(step)
+    move = lambda x: x + 0.05 * step * jax.random.normal(noise, x.shape)  # noqa: E731
+    params = jax.tree.map(move, dict(random_base()))
+    return {**params, "lm_head": params["lm_head"] * 20}
+
+
+@functools.cache
+def sampler(name="clover2", tree="chain:3", batch_size=4):
+    models = random_models(*random_head(TINY, name), parse_tree(tree))
+    return Sampler(models, batch_size=batch_size)
+
+
+@jax.jit
+def full_forward(params, tokens):
+    """Return the logits [B, S, V] after every token."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    output = Decoder(TINY).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
+    return base_logits(TINY, params, output.hidden["post_norm"])
+
+
+def of_tokens(logits, tokens, temperature):
+    scaled = jax.nn.log_softmax(logits[:, :-1] / temperature)
+    return jnp.take_along_axis(scaled, tokens[:, 1:, None], axis=-1)[..., 0]
+
+
+@pytest.mark.parametrize("name", ["clover2", "clover_lr"])
+def test_log_probabilities_are_those_of_a_full_forward(name):
+    rollouts = sampler(name)
+    rollouts.update_base(moved_base(1))
+    found = rollouts.sample(PROMPTS, n=2, max_new_tokens=12, temperature=0.7, seed=3)
+    assert found.tokens.shape == found.mask.shape == found.logprobs.shape == (6, 12)
+    assert found.mask.sum(axis=1).tolist() == found.lengths.tolist()
+    for row, prompt in enumerate(found.prompt_ids):
+        count = int(found.lengths[row])
+        text = jnp.array([[*prompt, *found.tokens[row, :count]]])
+        logits = full_forward(moved_base(1), text)
+        for values, temperature in ((found.logprobs, 0.7), (found.base_logprobs, 1.0)):
+            expected = of_tokens(logits, text, temperature)[0, -count:]
+            np.testing.assert_allclose(values[row, :count], expected, atol=1e-4)
+            assert not values[row, count:].any()
+
+
+def test_greedy_samples_are_plain_decodings_of_the_current_base():
+    rollouts = sampler()
+    plain = random_models(*random_head(TINY), TreeConfig.root_only()).plain().engine(3)
+    for step in (1, 2):
+        rollouts.update_base(moved_base(step))
+        found = rollouts.sample(PROMPTS, n=2, max_new_tokens=16, temperature=0.0)
+        rows = decode_all(plain, moved_base(step), {}, PROMPTS, 16, TINY.eos_token_ids)
+        for index, row in enumerate(rows):
+            for copy in (2 * index, 2 * index + 1):
+                count = found.lengths[copy]
+                assert found.tokens[copy, :count].tolist() == row.output_ids
+                assert found.finish_reasons[copy] == row.finish_reason
+        assert not found.logprobs.any()
+
+
+def test_a_prompt_is_read_once_for_all_its_completions():
+    engine = sampler().models.engine(4, adapts=True)
+    assert engine.prefill_size > len(PROMPTS[0])
+    rollouts, read = sampler(), []
+    stream = type(engine).stream
+
+    def watched(self, base, draft, requests):
+        for update in stream(self, base, draft, requests):
+            if update.done:
+                read.append((update.row.index, len(update.row.prompt_ids) - update.row.num_cached))
+            yield update
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine), "stream", watched)
+        found = rollouts.sample(PROMPTS[:2], n=3, max_new_tokens=5, seed=1)
+    # A prompt shorter than what a step may still have to absorb is read each time.
+    assert [tokens for _, tokens in sorted(read)] == [8, 1, 1, 10, 1, 1]
+    alone = [rollouts.sample([PROMPTS[0]] * 3, max_new_tokens=5, seed=1)]
+    np.testing.assert_array_equal(found.tokens[:3], alone[0].tokens)
+    np.testing.assert_allclose(found.logprobs[:3], alone[0].logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "steps", [range(1, 3), pytest.param(range(1, 21), marks=pytest.mark.slow)], ids=["2", "20"]
+)
+def test_after_each_update_samples_have_the_current_bases_distribution(steps):
+    rollouts, prompt = sampler(batch_size=64), PROMPTS[0]
+    for step in steps:
+        params = moved_base(step)
+        rollouts.update_base(params)
+        found = rollouts.sample([prompt], n=SAMPLES, max_new_tokens=2, seed=step)
+        # The second token of all texts that begin with the first one drawn most often.
+        first = np.bincount(found.tokens[:, 0]).argmax()
+        texts = jnp.array([[*prompt, first]])
+        logits = np.asarray(full_forward(params, texts)[0], np.float64)
+        for at, drawn in ((-2, found.tokens[:, 0]), (-1, second_of(found, first))):
+            expected = special.softmax(logits[at]) * len(drawn)
+            assert p_value(np.bincount(drawn, minlength=TINY.vocab_size), expected) > 1e-4
+
+
+def second_of(found, first):
+    return found.tokens[(found.tokens[:, 0] == first) & (found.lengths > 1), 1]
+
+
+def p_value(counts, expected):
+    # Rare tokens together, as the test of chi-square asks.
+    rare = expected < 5
+    joined = [np.append(x[~rare], x[rare].sum()) for x in (counts, expected)]
+    kept = joined[1] > 0
+    observed, wanted = joined[0][kept], joined[1][kept]
+    return stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue
+
+
+def test_an_update_compiles_nothing_and_keeps_no_second_base():
+    rollouts = sampler()
+
+    def rollout(step):
+        rollouts.update_base(moved_base(step))
+        rollouts.sample(PROMPTS, n=2, max_new_tokens=8, seed=step)
+        return sum(array.nbytes for array in jax.live_arrays())
+
+    bases = [moved_base(step) for step in range(1, 6)]  # the learner's, all there before
+    assert bases
+    rollout(1)
+    used = [rollout(2)]
+    with CompileClock() as compiling:
+        before = compiling.seconds
+        used += [rollout(step) for step in (3, 4, 5)]
+        assert compiling.seconds == before
+    assert len(set(used)) == 1
+
+
+def test_params_of_another_base_are_refused_by_name():
+    params = dict(moved_base(1))
+    params["embedding"] = params["embedding"][:-1]
+    with pytest.raises(UserError, match=r"param embedding of the base is float32\[96, 32\], and"):
+        sampler().update_base(params)
+    del params["embedding"]
+    with pytest.raises(UserError, match="and the new one is missing"):
+        sampler().update_base(params)
+    with pytest.raises(UserError, match=r"n \(0\) must be at least 1"):
+        sampler().sample(PROMPTS, n=0)
