@@ -9,6 +9,7 @@ which is recognised; --to selects the layout to write:
   eagle_vllm    the same for vLLM's method "eagle", whose fc has no bias
   eagle_sglang  the same for SGLang, which has another name for it
   eagle3        the official EAGLE-3 layout, which SGLang reads too
+  eagle3_tpu    the same for tpu-inference's JAX models
   dflash2       a DFlash 2 or DFlash head as vLLM, SGLang and llama.cpp read it
   medusa        the original Medusa layout; medusa_vllm is vLLM's
   speculators   vLLM's speculators: EAGLE-3, or EAGLE-1 as in the library's first version

@@ -16,6 +16,9 @@ vocabulary is written without them, as vLLM 0.32.0 requires, and read with or wi
 is the base's and not stored. `fc` reads the three states that enter the base's layers 2, L // 2 and
 L - 3, which are not in the config.
 
+tpu-inference 0.32 has a JAX class of its own for the same tensors. It knows the class's name of
+vLLM, always wants `d2t`, has no place for biases, and gives every head the method's own states.
+
 The layout of vLLM's speculators (sources: the library's schema and vLLM's reader) has a config of
 its own and official tensors. EAGLE-3's layer is called `layers.0.`, not `midlayer.`, and the base's
 embedding is stored with it. `norm_before_residual` is always written: without it vLLM takes true
@@ -175,12 +178,12 @@ def all_states(base: BaseConfig) -> list[str]:
     return [*(f"layer_{index}" for index in range(base.num_layers)), "pre_norm"]
 
 
-def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
-    """Return d2t and t2d; nothing for a head over the whole vocabulary."""
+def vocabulary_tensors(config: Eagle3Config, always: bool = False) -> dict[str, np.ndarray]:
+    """Return d2t and t2d; nothing for a head over the whole vocabulary, unless `always`."""
     # vLLM has a place for them only where the vocabularies differ.
-    if config.draft_vocab_size == config.vocab_size:
+    if config.draft_to_target is None and not always:
         return {}
-    ids = np.array(config.draft_to_target, np.int64)
+    ids = np.array(config.draft_to_target or range(config.vocab_size), np.int64)
     kept = np.isin(np.arange(config.vocab_size), ids)
     # d2t holds offsets: a reader adds the draft id to get the target id.
     return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}
@@ -197,6 +200,16 @@ def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
         raise UserError(
             f"this head reads {', '.join(config.features)}, but readers of the official EAGLE-3 "
             f"layout give it {', '.join(states)} of a base of {count} layers"
+        )
+
+
+def _check_for_tpu_inference(config: Eagle3Config, base: BaseConfig) -> None:
+    _check_eagle3(config, base)
+    layer = config.layer
+    if layer.qkv_bias or layer.output_bias or layer.mlp_bias:
+        raise UserError(
+            "this head's layer has biases, and tpu-inference's EAGLE-3 has none; train with "
+            "--drafter_options=llama_layer=true to export it"
         )
 
 
@@ -259,6 +272,16 @@ EAGLE3 = Layout(
     check_exportable=_check_eagle3,
     more_tensors=vocabulary_tensors,
     optional=(OFFSETS, KEPT),
+)
+EAGLE3_TPU = dataclasses.replace(
+    EAGLE3,
+    name="eagle3_tpu",
+    to="eagle3_tpu",
+    config_fields=lambda config, base: (
+        EAGLE3.config_fields(config, base) | {"architectures": ["Eagle3LlamaForCausalLM"]}
+    ),
+    check_exportable=_check_for_tpu_inference,
+    more_tensors=functools.partial(vocabulary_tensors, always=True),
 )
 
 

@@ -19,6 +19,7 @@ LAYOUTS: dict[str, Layout] = {
         eagle.VLLM,
         eagle.SGLANG,
         eagle.EAGLE3,
+        eagle.EAGLE3_TPU,
         dflash2.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,

@@ -22,6 +22,7 @@ TARGETS = (
     "eagle_vllm",
     "eagle_sglang",
     "eagle3",
+    "eagle3_tpu",
     "dflash2",
     "medusa",
     "medusa_vllm",

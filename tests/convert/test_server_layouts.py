@@ -86,6 +86,11 @@ WANTED = {
         eagle3("midlayer."),
         {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 4, "bias": ...},
     ),
+    "eagle3_tpu": (
+        ("eagle3", ROPE, {}),
+        eagle3("midlayer.") | {"d2t": (V,), "t2d": (V,), "lm_head.weight": (V, D)},
+        {"architectures": ["Eagle3LlamaForCausalLM"], "draft_vocab_size": V, "bias": ...},
+    ),
     "medusa_vllm": (
         ("medusa", {"num_positions": 3}, {}),
         medusa(3),
@@ -184,6 +189,15 @@ def test_speculators_say_what_vllm_needs_to_start(exported, base_folder):
     assert verifier == {"name_or_path": str(base_folder), "architectures": ["LlamaForCausalLM"]}
 
 
+def test_a_whole_vocabulary_for_tpu_inference_moves_no_token(exported, tmp_path, base):
+    tensors, _ = exported("eagle3_tpu", "eagle3", ROPE, {})
+    assert not tensors["d2t"].any()
+    assert tensors["t2d"].all()
+    here, there = (load_draft(tmp_path / name, base, jnp.bfloat16) for name in ("head", "out"))
+    assert there.head.config == here.head.config
+    np.testing.assert_array_equal(here.params["lm_head"], there.params["lm_head"])
+
+
 def test_a_head_for_sglang_without_a_bias_gets_one_of_zeros(exported, tmp_path, base):
     tensors, _ = exported("eagle_sglang", "eagle", {"fc_bias": False}, {})
     assert not tensors["fc.bias"].any()
@@ -196,6 +210,18 @@ QWEN2 = dataclasses.replace(BASE.layer, qkv_bias=True)
 REFUSED = {
     "a bias of fc for vLLM": ("eagle_vllm", "eagle", {}, "--drafter_options=fc_bias=false"),
     "q, k, v biases for SGLang": ("eagle_sglang", "eagle", {"layer": QWEN2}, "llama_layer=true"),
+    "q, k, v biases for tpu-inference": (
+        "eagle3_tpu",
+        "eagle3",
+        {"layer": QWEN2},
+        "this head's layer has biases, and tpu-inference's EAGLE-3 has none",
+    ),
+    "states that tpu-inference does not give": (
+        "eagle3_tpu",
+        "eagle3",
+        {"features": ("layer_1", "layer_3", "layer_4")},
+        "this head reads layer_1, layer_3, layer_4, but readers of the official EAGLE-3",
+    ),
     "q, k, v biases for vLLM": (
         "speculators",
         "eagle3",
