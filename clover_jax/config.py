@@ -104,6 +104,7 @@ class LayerConfig(JsonConfig):
 
     query_key_norm: RMSNorm of each head's queries and keys before they are rotated (Qwen3).
     alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
+    unrotated: no rotation, and no other trace of the distance (some layers of SmolLM3).
     sliding_window: positions that a position sees, itself included; None is all before it.
     score_scale: factor of the products of queries and keys; None is head_dim^-0.5.
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
@@ -130,6 +131,7 @@ class LayerConfig(JsonConfig):
     mlp_bias: bool = False
     query_key_norm: bool = False
     alibi: bool = False
+    unrotated: bool = False
     sliding_window: int | None = None
     score_scale: float | None = None
     score_cap: float | None = None
@@ -194,6 +196,7 @@ class BaseConfig(LayerConfig):
     It has the fields that its layers share, and the fields of the model around them.
 
     full_attention_layers: indices of the layers without the `sliding_window`.
+    unrotated_layers: indices of the layers without rotation (SmolLM3).
     dense_layers: indices of the layers that have one MLP where the others have experts.
     local_rope: rotation of the layers with the window; None: as the others (Gemma 3).
     embedding_scale: factor of the tokens' embeddings (Gemma).
@@ -205,6 +208,7 @@ class BaseConfig(LayerConfig):
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
     full_attention_layers: tuple[int, ...] = ()
+    unrotated_layers: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
     embedding_scale: float = 1.0
@@ -240,6 +244,8 @@ class BaseConfig(LayerConfig):
             changes["sliding_window"] = None
         elif self.sliding_window is not None and self.local_rope is not None:
             changes["rope"] = self.local_rope
+        if index in self.unrotated_layers:
+            changes["unrotated"] = True
         if index in self.dense_layers:
             changes["num_experts"] = 0
         return dataclasses.replace(self._every_layer, **changes)

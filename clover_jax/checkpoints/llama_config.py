@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def read_window(values: dict[str, Any], path: Path) -> int | None:
     return values.get("sliding_window")
 
 
-def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tuple[int, ...]:
+def read_full_layers(values: dict[str, Any], default: Iterable[int], path: Path) -> tuple[int, ...]:
     """Return the layers that see everything, by `layer_types`; `default` where there is none."""
     num_layers, types = values["num_hidden_layers"], values.get("layer_types")
     if types is None:

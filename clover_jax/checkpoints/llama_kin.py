@@ -1,10 +1,15 @@
-"""Families that differ from Llama in a few fields: Mistral, Qwen, Phi, Baichuan, Gemma.
+"""Families that differ from Llama in a few fields.
 
 Mistral has no biases, and every layer looks back over a sliding window. Qwen2 and 2.5 have biases
 of q, k and v, Qwen3 norms of q and k; either may have a window in some of its layers. Phi-3 and
 Phi-4 store q, k and v in one matrix, gate and up in another. Baichuan stores q, k and v in one; its
 7B models rotate, the 13B ones use ALiBi, and Baichuan 2 divides each row of lm_head by its length
 at every use, which is done here once, when it is loaded.
+
+Every fourth layer of SmolLM3 does not rotate. Granite multiplies embeddings, scores and what each
+layer adds by numbers of its config, and divides logits by one: the last two are multiplied into the
+matrices and the final norm when they are read. Of Qwen3-VL the text is read, which is a Qwen3:
+without images its three rotations are one.
 
 Gemma 2 and 3 norm the outputs of attention and MLP, scale embeddings by the square root of the
 width, gate with GELU, and alternate layers with and without a window; their norms are stored as w
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +30,7 @@ import numpy as np
 from clover_jax.checkpoints.llama_config import (
     FULL,
     SLIDING,
+    check_count,
     parse_llama_config,
     parse_rope,
     positive,
@@ -31,6 +38,7 @@ from clover_jax.checkpoints.llama_config import (
     read_window,
 )
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves, packed_leaves
+from clover_jax.checkpoints.tensor_map import Leaf, Piece
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 
@@ -142,6 +150,95 @@ def adjust_baichuan(values: dict[str, Any], name: str, tensor: np.ndarray) -> np
     return rows
 
 
+SMOLLM3_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 2_000_000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+    "no_rope_layer_interval": 4,
+}
+GRANITE_MULTIPLIERS = (
+    *("embedding_multiplier", "attention_multiplier"),
+    *("residual_multiplier", "logits_scaling"),
+)
+
+
+def parse_smollm3_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a SmolLM3 config into ours; `no_rope_layers` has 0 for no rotation."""
+    values = SMOLLM3_DEFAULTS | values
+    config, count = parse_llama_config(values, path), values["num_hidden_layers"]
+    check_count(values, "no_rope_layer_interval", path)
+    every, rotated = values["no_rope_layer_interval"], values.get("no_rope_layers")
+    if rotated is None:
+        rotated = [int((index + 1) % every != 0) for index in range(count)]
+    if not isinstance(rotated, list) or len(rotated) < count or not set(rotated) <= {0, 1}:
+        raise UserError(
+            f"{path}: no_rope_layers must list {count} numbers, 1 for a layer that rotates and 0 "
+            f"for one that does not, not {rotated!r}"
+        )
+    unrotated = tuple(index for index in range(count) if not rotated[index])
+    config = dataclasses.replace(config, unrotated_layers=unrotated)
+    if not values.get("use_sliding_window"):
+        return config
+    # The layers that do not rotate have the window, unless `layer_types` says otherwise.
+    full = read_full_layers(values, (i for i in range(count) if i not in unrotated), path)
+    return dataclasses.replace(
+        config, sliding_window=read_window(values, path), full_attention_layers=full
+    )
+
+
+def parse_granite_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Granite config into ours."""
+    embedding, attention, *_ = (positive(values, name, 1.0, path) for name in GRANITE_MULTIPLIERS)
+    config = parse_llama_config(values, path)
+    return dataclasses.replace(config, embedding_scale=embedding, score_scale=attention)
+
+
+def adjust_granite(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    """Multiply what a layer adds, and divide the state that logits are computed from."""
+    if name == "model.norm.weight":
+        factor = 1 / (values.get("logits_scaling") or 1.0)
+    elif "o_proj." in name or "down_proj." in name:
+        factor = values.get("residual_multiplier") or 1.0
+    else:
+        return tensor
+    return tensor.astype(np.float32) * np.float32(factor)
+
+
+def parse_qwen3_vl_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the config of a Qwen3-VL into that of its text."""
+    return parse_qwen3_config(_text_fields(values, path), path)
+
+
+def _text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of the text part of a config that also reads images."""
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"{path}: text_config must be an object, not {text!r}")
+    # Special tokens may be named outside, for both parts; fields of text_config win.
+    outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+    return {name: values[name] for name in outer if values.get(name) is not None} | text
+
+
+def _qwen3_vl_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return `base_leaves` by the names that the text has beside the part for images."""
+
+    def named(piece: Piece) -> Piece:
+        name = re.sub(r"^model\.", "model.language_model.", piece.name)
+        return dataclasses.replace(piece, name=name)
+
+    return [
+        dataclasses.replace(leaf, pieces=tuple(map(named, leaf.pieces)))
+        for leaf in base_leaves(config)
+    ]
+
+
+GRANITE = Family(parse_granite_config, adjust=adjust_granite)
+QWEN3_VL = Family(
+    parse_qwen3_vl_config, _qwen3_vl_leaves, ignored=r"model\.visual\..*|lm_head\.weight"
+)
 PHI3 = Family(
     parse_phi3_config,
     functools.partial(packed_leaves, names={"qkv": "qkv_proj", "gate_up": "gate_up_proj"}),
@@ -205,14 +302,7 @@ def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
 def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the config of a Gemma 3 that also reads images into that of its text."""
-    text = values.get("text_config")
-    if not isinstance(text, dict):
-        raise UserError(f"{path}: text_config must be an object, not {text!r}")
-    # Special tokens may be named outside, for both parts.
-    outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
-    shared = {name: values[name] for name in outer if values.get(name) is not None}
-    # Fields of text_config win over the shared ones.
-    return parse_gemma3_config(shared | text, path)
+    return parse_gemma3_config(_text_fields(values, path), path)
 
 
 def _parse_gemma(values: dict[str, Any], path: Path, every: int) -> BaseConfig:

@@ -28,10 +28,13 @@ from clover_jax.checkpoints.llama_kin import (
     GEMMA2,
     GEMMA3,
     GEMMA3_MULTIMODAL,
+    GRANITE,
     PHI3,
+    QWEN3_VL,
     parse_mistral_config,
     parse_qwen2_config,
     parse_qwen3_config,
+    parse_smollm3_config,
 )
 from clover_jax.checkpoints.llama_tensors import Family
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
@@ -197,6 +200,10 @@ _FAMILIES = (
     ("Qwen3MoeForCausalLM", "qwen3_moe", QWEN3_MOE),
     ("GptOssForCausalLM", "gpt_oss", GPT_OSS),
     ("Phi3ForCausalLM", "phi3", PHI3),
+    ("SmolLM3ForCausalLM", "smollm3", Family(parse_smollm3_config)),
+    ("GraniteForCausalLM", "granite", GRANITE),
+    # The text part is read.
+    ("Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL),
     ("Gemma2ForCausalLM", "gemma2", GEMMA2),
     ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     # 4B and larger: the text part is read.

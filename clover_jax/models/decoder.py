@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
         query, key, value = fused[:, :, :groups], fused[:, :, groups], fused[:, :, groups + 1]
         if cfg.query_key_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
-        if not cfg.alibi:
+        if not (cfg.alibi or cfg.unrotated):
             query, key = (apply_rope(each, positions, cfg.rope) for each in (query, key))
 
         # The new keys and values stay outside of the cache until they are accepted.

@@ -36,6 +36,7 @@ GEMMA = {
     "sliding_window": WINDOW,
     "layer_types": ["full_attention", "sliding_attention"],
 }
+SMOLLM3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # its own lie beyond SHAPE's
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 
 
@@ -97,6 +98,24 @@ FAMILIES = {
     "gemma3 with images, a window longer than the text": Family(
         "Gemma3Text", GEMMA | {"sliding_window": 100}, "multimodal"
     ),
+    "smollm3, a layer that does not rotate": Family(
+        "SmolLM3", SMOLLM3 | {"no_rope_layer_interval": 2}
+    ),
+    "smollm3, a window where it does not rotate": Family(
+        "SmolLM3",
+        SMOLLM3 | {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 5},
+    ),
+    "granite": Family(
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.02,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 0.5,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3-vl, its text": Family("Qwen3", {"head_dim": 16}, "with images"),
     "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
     "baichuan 13b": Family("Llama", SIX_HEADS, "alibi"),
     "baichuan 2": Family("Llama", NO_GROUPS, "normalized"),
@@ -212,6 +231,28 @@ def repack_multimodal(model, folder) -> Logits:
     return functools.partial(torch_logits, model)
 
 
+def repack_with_images(model, folder) -> Logits:
+    """Qwen3-VL: the text is a Qwen3, whose three rotations are one without images."""
+    import torch
+    import transformers
+
+    text = json.loads((folder / "config.json").read_text())
+    text["rope_parameters"] |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    vision |= {"out_hidden_size": SHAPE["hidden_size"], "deepstack_visual_indexes": [0]}
+    vision |= {"num_position_embeddings": 16}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
+    whole = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        found = whole.model.language_model.load_state_dict(model.model.state_dict())
+        whole.lm_head.load_state_dict(model.lm_head.state_dict())
+    assert not found.missing_keys
+    for path in folder.iterdir():
+        path.unlink()
+    whole.save_pretrained(folder)
+    return functools.partial(torch_logits, whole)
+
+
 def repack_mxfp4(model, folder) -> Logits:
     """gpt-oss as published: experts of four bits, and biases that are not zero."""
     import torch
@@ -242,6 +283,7 @@ REPACKS = {
     "alibi": repack_alibi,
     "normalized": repack_normalized,
     "multimodal": repack_multimodal,
+    "with images": repack_with_images,
 }
 
 
