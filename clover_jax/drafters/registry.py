@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Params
-from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig
 from clover_jax.drafters.drafter import Drafter, frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.field_types import parse_values
@@ -151,10 +151,12 @@ def _options(kind: str) -> dict[str, Any]:
 
 def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
     """Return a head's config with the properties of its base that are not shapes."""
+
     # Layers may differ in rotation and experts: the deepest one like the head's layers.
-    layers = [base.layer_at(i) for i in range(base.num_layers)]
-    kind = (base.rope, base.num_experts)
-    alike = [i for i, layer in enumerate(layers) if (layer.rope, layer.num_experts) == kind]
+    def kind(layer: LayerConfig) -> tuple[Any, ...]:
+        return layer.rope, layer.unrotated, layer.num_experts
+
+    alike = [i for i in range(base.num_layers) if kind(base.layer_at(i)) == kind(base)]
     begins_as = max(alike, default=base.num_layers - 1)
     return dataclasses.replace(
         config,

@@ -41,6 +41,8 @@ PUBLISHED = {
     "Llama 3.2 1B": shape(64, 16, 4, 4, tie_word_embeddings=True),
     "Phi-4-mini": shape(48, 6, 2, 8, rope=RopeConfig(share=0.75), tie_word_embeddings=True),
     "gpt-oss": shape(90, 16, 2, 4, **GPT_OSS),
+    "SmolLM3 3B": shape(64, 16, 4, 4, unrotated_layers=(1, 2), tie_word_embeddings=True),
+    "Granite 3.3 2B": shape(64, 32, 8, 2, embedding_scale=12.0, score_scale=0.0156),
     "Mixtral": shape(64, 8, 2, 8, **EXPERTS | {"dense_layers": ()}),
 }
 # Clover-2 and Clover-LR read most of a base; the rest of the product is for the slow run.
