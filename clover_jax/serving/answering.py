@@ -117,7 +117,7 @@ class Answering(Response):
                 # Only streams have pieces; in other answers no client sees the first token arrive.
                 if count := sum(len(piece.ids) for piece in progress.pieces):
                     if last_tokens is None:
-                        metrics.first_tokens(seconds_since(self._started))
+                        metrics.first_token.observe(seconds_since(self._started))
                     else:
                         metrics.later_tokens(count, seconds_since(last_tokens))
                     last_tokens = time.perf_counter()

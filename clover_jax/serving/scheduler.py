@@ -46,7 +46,6 @@ IDLE_SECONDS = 10  # how often the primary sends the others an empty iteration w
 # How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
 
-
 Job = TypeVar("Job")
 
 
@@ -178,12 +177,10 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Rows that are read or decoded."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Rows that wait for a slot."""
         return len(self._waiting)
 
     @property
@@ -200,7 +197,6 @@ class Scheduler:
         return time.perf_counter() - start - self.compile_seconds(start)
 
     def start(self) -> None:
-        """Begin to decode, and to compile."""
         self._thread.start()
 
     async def submit(self, ask: Ask) -> Updates:

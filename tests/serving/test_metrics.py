@@ -66,7 +66,8 @@ def test_a_name_of_ours_in_a_label_stays():
 
 def test_the_queue_is_asked_when_figures_are():
     metrics, waiting = Metrics("m"), [3]
-    metrics.watch_queue(lambda: 2, lambda: waiting[0])
+    metrics.running.set_function(lambda: 2)
+    metrics.waiting.set_function(lambda: waiting[0])
     waiting[0] = 4
     scraped = figures(metrics)
     assert scraped['vllm:num_requests_running{model_name="m"}'] == 2
@@ -79,7 +80,7 @@ def test_endings_and_times_are_counted():
     metrics.ended(ended([1], 3, "stop"), 1.0)
     metrics.ended(ended([1], 3), 1.0)
     metrics.aborted()
-    metrics.first_tokens(0.2)
+    metrics.first_token.observe(0.2)
     metrics.later_tokens(4, 0.4)
     scraped = figures(metrics)
     reasons = {
