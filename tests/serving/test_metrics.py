@@ -11,7 +11,9 @@ from clover_jax.serving.metrics import Metrics
 def ended(accepted, num_tokens, reason="length"):
     """Return the end of an answer that a limit cut after some tokens."""
     ids = list(range(num_tokens))
-    row = Generation(0, [1, 2], ids, accepted, [5] * len(accepted), finish_reason=reason)
+    row = Generation(
+        0, [1, 2], ids, accepted=accepted, proposed=[5] * len(accepted), finish_reason=reason
+    )
     turn = Turn([1, 2], ids, "", accepted, len(accepted), row.tau, 0.0, reason)
     return TurnProgress(turn, row, [], True, 0)
 
