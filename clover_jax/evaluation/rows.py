@@ -55,7 +55,7 @@ class RowMaker:
     def __init__(self):
         # Prompt's index -> columns; each list has an entry for every turn.
         self._forwards: dict[int, dict[str, list]] = collections.defaultdict(
-            lambda: {"proposed": [], "ranks": [], "copied": [], "num_cut": []}
+            lambda: collections.defaultdict(list)
         )
 
     def take(self, event: RowEvent) -> dict[str, Any] | None:
@@ -65,9 +65,8 @@ class RowMaker:
             columns = self._forwards[event.prompt.index]
             # A stop string also cuts the forwards of the tokens after it.
             count = len(progress.turn.accepted)
-            columns["proposed"].append(progress.generation.proposed[:count])
-            columns["ranks"].append(progress.generation.ranks[:count])
-            columns["copied"].append(progress.generation.copied[:count])
+            for name in ("proposed", "ranks", "copied"):
+                columns[name].append(getattr(progress.generation, name)[:count])
             columns["num_cut"].append(progress.num_cut)
         if event.row is None:
             return None
@@ -217,11 +216,11 @@ class RowFile:
 
     def __init__(self, sink: RowSink, plan: Plan, method: Method):
         """Take the open sink, and read the rows of an earlier session."""
-        self._sink, self._method, self._plan = sink, method, plan
+        self._sink, self._depth = sink, method.models.tree.depth
         self._place = {prompt.index: place for place, prompt in enumerate(plan.prompts)}
         self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
         self.rows: dict[int, dict[str, Any]] = {}
-        self._tallies = {task: Tally(method.models.tree.depth) for task in plan.tasks}
+        self._tallies = {task: Tally(self._depth) for task in plan.tasks}
         # One process has the file; all of them count its rows.
         for row in from_primary(lambda: list(sink.kept())):
             self._keep(row)
@@ -246,7 +245,7 @@ class RowFile:
         if task is not None:
             return self._tallies[task]
         # Rare, so it is not kept as rows come.
-        tally = Tally(self._method.models.tree.depth)
+        tally = Tally(self._depth)
         for row in self.rows.values():
             tally.add_row(row)
         return tally
