@@ -117,27 +117,22 @@ class Metrics:
             self._accepted_at.labels(self._model, str(position)).inc(reached)
 
     def aborted(self) -> None:
-        """Count an answer whose client has disconnected."""
         self._ended.labels(self._model, "abort").inc()
 
     def totals(self) -> dict[str, Any]:
         """Return the sums for the end of a run; tau is None where nothing was drafted."""
         name = {"model_name": self._model}
-        tokens, new, drafts, accepted = (
-            self._registry.get_sample_value(f"{_OURS}{figure}_total", name) or 0
-            for figure in (
-                "prompt_tokens",
-                "generation_tokens",
-                "spec_decode_num_drafts",
-                "spec_decode_num_accepted_tokens",
-            )
-        )
-        # Answers that were given up on have no latency.
-        answers = self._registry.get_sample_value(f"{_OURS}e2e_request_latency_seconds_count", name)
+
+        def total(figure: str) -> float:
+            return self._registry.get_sample_value(_OURS + figure, name) or 0
+
+        drafts = total("spec_decode_num_drafts_total")
+        accepted = total("spec_decode_num_accepted_tokens_total")
         return {
-            "answers": int(answers or 0),
-            "prompt_tokens": int(tokens),
-            "tokens": int(new),
+            # Answers that were given up on have no latency.
+            "answers": int(total("e2e_request_latency_seconds_count")),
+            "prompt_tokens": int(total("prompt_tokens_total")),
+            "tokens": int(total("generation_tokens_total")),
             "tau": round(1 + accepted / drafts, 4) if drafts else None,
         }
 

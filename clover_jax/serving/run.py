@@ -217,23 +217,19 @@ def _start(options: ServeOptions) -> Ready:
 
 
 def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
-    """Return the models and their scheduler."""
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
             models = load(spec)
-        for notice in (shape_notice(spec.base), quantization_notice(spec.int8)):
-            say(notice)
-
+        say(shape_notice(spec.base))
+        say(quantization_notice(spec.int8))
         keep_freed_memory()  # from here on: what loading has freed goes back to the system
         return models, Scheduler(models, options)
 
 
 def _advice_on_memory(options: ServeOptions) -> contextlib.AbstractContextManager[None]:
-    return advise_on_memory(
-        f"decode {options.batch_size} requests at once",
-        "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
-    )
+    advice = "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16"
+    return advise_on_memory(f"decode {options.batch_size} requests at once", advice)
 
 
 def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
@@ -245,11 +241,10 @@ def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]
     if not options.page or models.draft is None or process_count() > 1:
         return {}
     # The base's weights are shared; only caches are made for each.
-    plain = models.plain()
-    compared = {NO_DRAFT: plain}
+    compared = {NO_DRAFT: models.plain()}
     if options.spec.draft != "lookup":
         lookup = dataclasses.replace(options.spec, draft="lookup", tree=None, copy=0)
-        compared["lookup"] = load(lookup, plain)
+        compared["lookup"] = load(lookup, compared[NO_DRAFT])
     return compared
 
 

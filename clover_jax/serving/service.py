@@ -17,14 +17,12 @@ from starlette.requests import Request
 
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.spec import NO_DRAFT
-from clover_jax.serving.body import ApiError
+from clover_jax.serving.body import RETRY, ApiError
 from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Served
 from clover_jax.serving.scheduler import Scheduler
 from clover_jax.serving.token_texts import TokenTexts
-
-_RETRY = {"Retry-After": "5"}  # seconds until this server, or one in its place, may be ready
 
 
 class Ready(NamedTuple):
@@ -131,18 +129,15 @@ class Service:
             reason = "the server has failed; its log says why"
         else:
             return self._ready
-        raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=_RETRY)
+        raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
 
     def check_health(self) -> None:
         """Raise ApiError while a request would be refused, or might wait for compilation."""
         scheduler = self.ready().scheduler
         if not scheduler.compiled.done():
             counts = f"{scheduler.num_compiled} of {scheduler.num_programs} programs are ready"
-            raise ApiError(
-                f"compiling, {counts}; requests are answered, but may wait",
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                headers=_RETRY,
-            )
+            message = f"compiling, {counts}; requests are answered, but may wait"
+            raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
