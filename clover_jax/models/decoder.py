@@ -262,10 +262,6 @@ def _row_logits(matrix: Float[Array, "V D"], rows: Float[Array, "R D"]) -> Float
     return jnp.einsum("rd,vd->rv", rows, matrix, preferred_element_type=jnp.float32)
 
 
-def _row_logits_forward(matrix: Array, rows: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _row_logits(matrix, rows), (matrix, rows)
-
-
 def _row_logits_backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     # Both products in the operands' dtype, with float32 sums.
     matrix, rows = operands
@@ -276,7 +272,9 @@ def _row_logits_backward(operands: tuple[Array, Array], gradient: Array) -> tupl
     return d_matrix, d_rows
 
 
-_row_logits.defvjp(_row_logits_forward, _row_logits_backward)
+_row_logits.defvjp(
+    lambda matrix, rows: (_row_logits(matrix, rows), (matrix, rows)), _row_logits_backward
+)
 
 
 @typed
