@@ -251,15 +251,11 @@ def _spread(values: Sequence[float]) -> dict[str, Any] | None:
 def split_rounds(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
     """Return the rounds whose passes are of several sessions, so not measured alternately."""
     # A round: each method decodes one task once, at one batch size.
-    sessions: dict[tuple[int, str, int], set[int]] = {}
+    sessions: dict[tuple[Any, ...], set[int]] = {}
     for one in passes:
-        size, task, repeat, _ = one.key
-        sessions.setdefault((size, task, repeat), set()).add(one.session)
-    return [
-        {"batch_size": size, "task": task, "repeat": repeat}
-        for (size, task, repeat), numbers in sessions.items()
-        if len(numbers) > 1
-    ]
+        sessions.setdefault(one.key[:3], set()).add(one.session)
+    names = PassKey._fields[:3]
+    return [dict(zip(names, key, strict=True)) for key in sessions if len(sessions[key]) > 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,8 +323,8 @@ def load_methods(
 
 def choose_baselines(options: Options, settings: GenerationSettings) -> list[DraftChoice]:
     """Return the baselines to measure: all training-free drafts, or those of `--baselines`."""
-    names = [name.strip() for name in (options.baselines or "").split(",")]
-    names = list(dict.fromkeys(filter(None, names)))
+    words = map(str.strip, (options.baselines or "").split(","))
+    names = list(dict.fromkeys(filter(None, words)))
     if names == [NO_DRAFT]:
         return []
     for name in names:
