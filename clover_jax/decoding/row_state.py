@@ -262,11 +262,6 @@ class RowState:
                 "missing; leave stop out"
             )
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether its text is needed before its end: it is streamed, or may be cut."""
-        return bool(self._watched_by or self._settings.stop)
-
     def next_request(self) -> Request:
         """Return what to decode for the next turn.
 

@@ -138,6 +138,7 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     failed = max(one["failed"] for one in drafts.values())
     plain = drafts.pop(VANILLA)
     speedups = {name: speed_of(report, name, None)["speedup"] for name in drafts}
+
     return {
         "output": directory,
         "rows": plain["rows"],

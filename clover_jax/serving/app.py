@@ -21,7 +21,7 @@ from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error
-from clover_jax.serving.body import ApiError, read_object
+from clover_jax.serving.body import RETRY, ApiError, read_object
 from clover_jax.serving.requests import (
     Call,
     Served,
@@ -53,7 +53,11 @@ def make_app(service: Service) -> Starlette:
     """Return the application that answers for a service."""
 
     async def health(request: Request) -> Response:
-        service.check_health()
+        scheduler = service.ready().scheduler
+        if not scheduler.compiled.done():
+            counts = f"{scheduler.num_compiled} of {scheduler.num_programs} programs are ready"
+            message = f"compiling, {counts}; requests are answered, but may wait"
+            raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:

@@ -364,7 +364,7 @@ class Scheduler:
             if job := self._begun.get(new.slot):
                 # A message costs time of the event loop; on a CPU that is the device's time, too.
                 job.kept.append(new)
-                if new.is_last or job.row.is_followed:
+                if new.is_last or job.ask.watched_by or job.ask.settings.stop:
                     self._tell(job, job.kept)
                     job.kept = []
         self._begun = dict(self._running)

@@ -131,14 +131,6 @@ class Service:
             return self._ready
         raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
 
-    def check_health(self) -> None:
-        """Raise ApiError while a request would be refused, or might wait for compilation."""
-        scheduler = self.ready().scheduler
-        if not scheduler.compiled.done():
-            counts = f"{scheduler.num_compiled} of {scheduler.num_programs} programs are ready"
-            message = f"compiling, {counts}; requests are answered, but may wait"
-            raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
-
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
         """Count a request that will be answered, even if the server is stopped meanwhile."""

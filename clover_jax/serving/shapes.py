@@ -231,17 +231,14 @@ def _refuse_not_done(
     for name, harmless in not_done.items():
         value = values.get(name)
         # Null and a neutral value ask for nothing, and clients often send them.
-        if value is None or any(_is_same(value, other) for other in harmless):
+        is_bool = isinstance(value, bool)  # True equals 1 in Python
+        same = (value == other and isinstance(other, bool) == is_bool for other in harmless)
+        if value is None or any(same):
             continue
         instead = f", or give {shown(harmless[0])}" if harmless else ""
         raise ApiError(
             f"{within}{name} is not supported here: leave it out{instead}", param=within + name
         )
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    # True equals 1 in Python.
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
