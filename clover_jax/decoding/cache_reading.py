@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 
-from clover_jax.array_types import Array
+from clover_jax.array_types import Array, Float, Int
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CacheReader, RunningSoftmax
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.placement import over_rows_and_heads
-from clover_jax.models.score_rules import ScoreRules
+from clover_jax.models.score_rules import MASKED, ScoreRules
 
 
 def cache_reader(attention: str) -> CacheReader | None:
@@ -68,7 +70,47 @@ def _read_with_cudnn(
     changed = rules and (rules.slopes is not None or rules.window or rules.cap)
     if changed or query.dtype.itemsize != 2:
         return None
-    from clover_jax.models.attention_cudnn import read_cache
-
-    read = functools.partial(read_cache, scale=None if rules is None else rules.scale)
+    read = functools.partial(read_by_cudnn, scale=None if rules is None else rules.scale)
     return over_rows_and_heads(read, query, cache, length)
+
+
+def read_by_cudnn(
+    query: Float[Array, "B K G T H"],
+    cache: KeyValue,
+    length: Int[Array, " B"],
+    *,
+    scale: float | None = None,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> RunningSoftmax:
+    """Return the sums over the first length[b] rows of a cache, read by cuDNN's attention.
+
+    XLA's own program for a GPU stores scores and weights between its kernels; cuDNN's keeps them on
+    chip and returns its normalizer, so that its result can be merged with the fresh rows.
+
+    scale: of the scores; None is H^-1/2.
+    implementation: "xla" is the same function as an ordinary program, for tests.
+
+    cuDNN takes 16-bit values and heads of at most 128 entries (256 from Hopper on).
+    """
+    # To a query all rows of the cache are alike, so a head's G T queries are one sequence, and each
+    # head of each row of the batch is a sequence of its own: no array is re-laid.
+    rows, width = math.prod(query.shape[:2]), query.shape[-1]
+    heads = query.reshape(rows, -1, 1, width)
+    key, value = (x.reshape(rows, -1, 1, width) for x in (cache.key, cache.value))
+    # A row without an end is read to its first position, and that result is dropped below.
+    ends = jnp.repeat(jnp.maximum(length, 1), query.shape[1])
+    mean, normalizer = jax.nn.dot_product_attention(
+        heads,
+        key,
+        value,
+        scale=scale,
+        key_value_seq_lengths=ends,
+        implementation=implementation,
+        return_residual=True,
+    )
+
+    # The mean is a sum over weights of exp(score - log of their sum), whose total is 1.
+    empty = (length == 0)[:, None, None, None]
+    peak = jnp.where(empty, MASKED, normalizer.reshape(query.shape[:-1]).astype(jnp.float32))
+    mixed = jnp.where(empty[..., None], 0.0, mean.reshape(query.shape).astype(jnp.float32))
+    return RunningSoftmax(peak, jnp.where(empty, 0.0, jnp.ones_like(peak)), mixed)

@@ -261,9 +261,8 @@ class Engine:
             sampling = least_sampling(sampling, requests)
         if sampling not in self._programs:
             config = dataclasses.replace(self.config, sampling=sampling)
-            programs = compile_programs(
-                config, self.prefill_size, self._steps_per_chunk, self.placement
-            )
+            sizes = self.prefill_size, self._steps_per_chunk
+            programs = compile_programs(config, *sizes, self.placement)
             # Only the states of this engine have room for biases then.
             if self.config.sampling.biased and not sampling.biased:
                 programs = programs.for_states_with_bias()
@@ -272,7 +271,6 @@ class Engine:
 
     @property
     def num_free(self) -> int:
-        """How many more requests may be added."""
         return self._rows.count(None)
 
     @property
@@ -441,23 +439,20 @@ class Engine:
             # dynamic_update_slice would clamp, and overwrite live positions.
             raise ValueError(f"{size} positions are too few for {request}")
 
-        # The prompt and its EOS ids are padded to fixed shapes, so that nothing recompiles.
-        prompt = np.zeros((1, size), np.int32)
-        prompt[0, :length] = request.prompt_ids
-        eos = np.full((1, self.max_eos), -1, np.int32)
-        eos[0, : len(request.eos_ids)] = request.eos_ids
-        source = None
-        if self._source_size:
-            # Each text to copy from begins with a PAD_TOKEN.
-            joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
-            source = np.full((1, self._source_size), PAD_TOKEN, np.int32)
-            source[0, : len(joined)] = joined[: self._source_size]
+        def padded(ids: Sequence[int], room: int, fill: int) -> np.ndarray:
+            row = np.full((1, room), fill, np.int32)
+            row[0, : len(ids)] = ids[:room]
+            return row
+
+        # Ids are padded to fixed shapes, so that nothing recompiles. Each text to copy from begins
+        # with a PAD_TOKEN.
+        joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
         fields = {
-            "tokens": prompt,
+            "tokens": padded(request.prompt_ids, size, 0),
             "end": np.array([length], np.int32),
             "limit": np.array([limit], np.int32),
-            "eos": eos,
-            "source": source,
+            "eos": padded(request.eos_ids, self.max_eos, -1),
+            "source": padded(joined, self._source_size, PAD_TOKEN) if self._source_size else None,
         }
 
         # Sampling: the fields of the row's RowSampling, a bias as the fields of its RowBias.
@@ -468,10 +463,9 @@ class Engine:
             "top_p": np.array([params.top_p], np.float32),
         }
         if self.config.sampling.biased:
-            ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
+            ids = padded([id_ for id_, _ in request.logit_bias], MOST_BIASED, NO_TOKEN)
             values = np.zeros((1, MOST_BIASED), np.float32)
-            for number, (id_, value) in enumerate(request.logit_bias):
-                ids[0, number], values[0, number] = id_, value
+            values[0, : len(request.logit_bias)] = [value for _, value in request.logit_bias]
             eos_from = np.array([min(length + request.min_new_tokens, limit)], np.int32)
             settings["bias"] = ids, values, eos_from
         # A row without a seed still draws the same text in any batch: its index stands for it. A

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import os
 import sys
@@ -31,7 +32,7 @@ from clover_jax.decoding.row_state import Turn
 from clover_jax.decoding.row_stream import RowEvent, RowStream, RowTotals, open_stream, source_size
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
-from clover_jax.runtime.distributed import from_primary
+from clover_jax.runtime.distributed import from_primary, is_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.jsonl import to_json
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
@@ -62,17 +63,14 @@ def open_rows(
 
     settings: everything that the rows depend on, as JSON values.
     """
-    # Filled in the primary process alone: the others never open the file.
-    writers: list[RowWriter] = []
-
-    def open_writer() -> int:
-        hashed = prompts_hash(prompts)
-        writer = RowWriter(path, settings=settings, prompts_hash=hashed, overwrite=overwrite)
-        writers.append(writer)
-        return writer.finished
-
-    finished = from_primary(open_writer)
-    return writers[0] if writers else RowSink(finished)
+    # Made in the primary process alone: the others never open the file.
+    make = functools.cache(
+        lambda: RowWriter(
+            path, settings=settings, prompts_hash=prompts_hash(prompts), overwrite=overwrite
+        )
+    )
+    finished = from_primary(lambda: make().finished)
+    return make() if is_primary() else RowSink(finished)
 
 
 def decode_with_bar(
@@ -87,7 +85,7 @@ def decode_with_bar(
         sink.append(event.row)
         seconds = compiling.now() - started
         sink.note_seconds(seconds)
-        totals.add(event.row)
+        totals.add_row(event.row)
 
         if (line := failures.add(event.row)) is not None:
             bar.write(line)
@@ -249,7 +247,7 @@ def _decode(
                 screen.take(event)
                 if event.row is not None:
                     sink.append(event.row)
-                    totals.add(event.row)
+                    totals.add_row(event.row)
                     say(event.row.get("skipped"))  # a failure raises, since the stream is strict
         else:
             # Rows on the terminal leave no place for a bar.
@@ -275,7 +273,5 @@ def _decode(
 
 def memory_advice(batch_size: int) -> AbstractContextManager[None]:
     """Return a context that turns a device's lack of memory into advice."""
-    return advise_on_memory(
-        f"decode {batch_size} rows at once",
-        "give a smaller --batch_size or --max_new_tokens, or --dtype=bfloat16",
-    )
+    advice = "give a smaller --batch_size or --max_new_tokens, or --dtype=bfloat16"
+    return advise_on_memory(f"decode {batch_size} rows at once", advice)

@@ -322,12 +322,6 @@ def decode_chunk(
     """
     most = num_steps if most is None else most
 
-    # A row that ends in a filled slot stops the chunk, so that the slot is refilled. Empty slots
-    # never run, and stop nothing.
-    def goes_on(carry: tuple[Array, DecodeState, StepRecord]) -> Bool[Array, ""]:
-        done, state, _ = carry
-        return (done < most) & ((state.finish == RUNNING) | ~filled).all()
-
     def body(carry: tuple[Array, DecodeState, StepRecord]):
         done, state, records = carry
         state, record = speculate_and_verify(config, weights, state)
@@ -335,8 +329,14 @@ def decode_chunk(
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
+    # A row that ends in a filled slot stops the chunk, so that the slot is refilled. Empty slots
+    # never run, and stop nothing.
     start = (jnp.int32(0), state, _no_records(num_steps, filled.shape[0], config))
-    return jax.lax.while_loop(goes_on, body, start)[1:]
+    return jax.lax.while_loop(
+        lambda carry: (carry[0] < most) & ((carry[1].finish == RUNNING) | ~filled).all(),
+        body,
+        start,
+    )[1:]
 
 
 def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:

@@ -76,9 +76,6 @@ class Choice:
     rates: Mapping[str, float]
     path: Path | None
 
-    def apply(self, models: Models) -> Models:
-        return models.plain() if self.name == PLAIN else models.with_tree(parse_tree(self.name))
-
     def __str__(self) -> str:
         # Plain decoding comes first among the others: it is what a tree has to beat.
         others = sorted((name for name in self.rates if name != self.name), key=PLAIN.__ne__)
@@ -124,7 +121,7 @@ def with_fastest_tree(
     with passing_note("timing trees"):
         choice = fastest_tree(models, prompts, batch_size, sampling, warping)
     say(str(choice))
-    return choice.apply(models)
+    return models.plain() if choice.name == PLAIN else models.with_tree(parse_tree(choice.name))
 
 
 def fastest_tree(
@@ -210,11 +207,11 @@ def _passes(
         return sum(len(update.new_ids) for update in updates)
 
     # A few tokens compile everything, and show how many a turn has time for.
-    for name, models in ways.items():
-        started = clock()
-        decode(models, 0)
-        if name == PLAIN:
-            seconds = (clock() - started) / FEWEST_TOKENS
+    started = clock()
+    decode(ways[PLAIN], 0)
+    seconds = (clock() - started) / FEWEST_TOKENS
+    for name in filter(PLAIN.__ne__, ways):
+        decode(ways[name], 0)
     new_tokens = min(max(int(TURN_SECONDS / seconds), FEWEST_TOKENS), MOST_TOKENS)
     return {name: functools.partial(decode, models) for name, models in ways.items()}
 
@@ -248,15 +245,13 @@ def winner(rates: Mapping[str, Sequence[float]]) -> str:
     Example: {"plain": [10, 10, 10], "a": [14, 14, 9], "b": [20, 9, 9]} gives "a".
     """
     plain = rates[PLAIN]
-    # Turns have different prompts, so ways are compared within each turn.
-    wins = {
-        name: sum(a > b for a, b in zip(own, plain, strict=False)) for name, own in rates.items()
-    }
-    paying = [
-        name
-        for name, own in rates.items()
-        if wins[name] >= len(plain) - 1 and statistics.median(own) > statistics.median(plain)
-    ]
+
+    def pays(own: Sequence[float]) -> bool:
+        # Turns have different prompts, so ways are compared within each turn.
+        wins = sum(a > b for a, b in zip(own, plain, strict=False))
+        return wins >= len(plain) - 1 and statistics.median(own) > statistics.median(plain)
+
+    paying = [name for name, own in rates.items() if pays(own)]
     return max(paying, key=lambda name: statistics.median(rates[name]), default=PLAIN)
 
 
@@ -327,20 +322,18 @@ def with_attention(
     kernel = KERNELS.get(platform or jax.default_backend())
     if name != "auto" or kernel is None or process_count() > 1:
         return models
-    batch = Placement(models.mesh).whole_rows(batch_size)
-    chosen = "xla"
+    placement, chosen = Placement(models.mesh), "xla"
     try:
-        with passing_note("timing attention"), Placement(models.mesh).in_use():
-            runs = _attention_runs(models, batch, kernel)
+        with passing_note("timing attention"), placement.in_use():
+            runs = _attention_runs(models, placement.whole_rows(batch_size), kernel)
             by_xla, by_kernel = (run().astype(jnp.float32) for run in runs.values())
             apart = float(jnp.abs(by_xla - by_kernel).max())
             seconds = time_in_turns(runs, rounds=9)
     except Exception as error:  # compilers raise errors of every kind, and XLA's program works
         reason = f"{kernel} does not run here: {reason_of(error)[:200]}"
     else:
-        reason = ", ".join(
-            f"{name} {1e6 * taken:.0f} us a layer" for name, taken in seconds.items()
-        )
+        taken = (f"{name} {1e6 * each:.0f} us a layer" for name, each in seconds.items())
+        reason = ", ".join(taken)
         if not apart < APART[str(models.dtype)]:  # or NaN
             reason = f"{kernel} differs by {apart:.1e}"
         elif seconds[kernel] < seconds["xla"]:

@@ -74,52 +74,21 @@ class TokenScore(NamedTuple):
     top_log_probabilities: list[float]
 
 
-@dataclasses.dataclass(frozen=True)
-class NewTokens:
-    """New tokens of a slot: those of a chunk of steps.
-
-    ids: the tokens. seconds: from the start of the row's prefill until now.
-    accepted, proposed, ranks, copied: of each forward, as in `Generation`.
-    scores: one for each token, if they were wanted.
-    prompt_scores, num_cached: with the first tokens only, as in `Generation`.
-    finish_reason: "eos" or "length"; None while the row runs.
-    """
-
-    slot: int
-    ids: list[int]
-    accepted: list[int]
-    proposed: list[int]
-    ranks: list[list[int]]
-    copied: list[int]
-    seconds: float
-    finish_reason: str | None
-    scores: list[TokenScore]
-    prompt_scores: list[TokenScore]
-    num_cached: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclasses.dataclass
-class Generation:
-    """A decoded prompt.
+@dataclasses.dataclass(kw_only=True)
+class Figures:
+    """What is known of tokens of a row beyond the tokens themselves.
 
     accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
     proposed: drafted tokens verified at each.
     ranks: of each accepted token, forward by forward, how many of its siblings come before it.
     copied: accepted tokens that were copies of the text, at each; empty without copies.
-    seconds: from the start of its prefill to its last chunk of steps.
-    finish_reason: "eos", "length" or "stop"; None while it runs.
+    seconds: from the start of the row's prefill to the last of these tokens.
+    finish_reason: "eos", "length" or "stop"; None while the row runs.
     scores: of each output token, if they were wanted.
     prompt_scores: of each prompt token but the first, which nothing predicts.
     num_cached: prompt tokens that were not read, since a slot held them.
     """
 
-    index: int
-    prompt_ids: list[int]
-    output_ids: list[int] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
     proposed: list[int] = dataclasses.field(default_factory=list)
     ranks: list[list[int]] = dataclasses.field(default_factory=list)
@@ -130,15 +99,32 @@ class Generation:
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
     num_cached: int = 0
 
+
+@dataclasses.dataclass
+class NewTokens(Figures):
+    """New tokens of a slot, from a chunk of steps; `prompt_scores` and `num_cached` at first."""
+
+    slot: int
+    ids: list[int]
+
+    @property
+    def is_last(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclasses.dataclass
+class Generation(Figures):
+    """A decoded prompt."""
+
+    index: int
+    prompt_ids: list[int]
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+
     def add(self, new: NewTokens) -> None:
         # In place, since callers hold this object and watch it grow.
         self.output_ids += new.ids
-        self.accepted += new.accepted
-        self.proposed += new.proposed
-        self.ranks += new.ranks
-        self.copied += new.copied
-        self.scores += new.scores
-        self.prompt_scores += new.prompt_scores
+        for name in ("accepted", "proposed", "ranks", "copied", "scores", "prompt_scores"):
+            getattr(self, name).extend(getattr(new, name))
         self.num_cached += new.num_cached
         self.seconds, self.finish_reason = new.seconds, new.finish_reason
 

@@ -262,11 +262,6 @@ class RowState:
                 "missing; leave stop out"
             )
 
-    @property
-    def is_followed(self) -> bool:
-        """Whether its text is needed before its end: it is streamed, or may be cut."""
-        return bool(self._watched_by or self._settings.stop)
-
     def next_request(self) -> Request:
         """Return what to decode for the next turn.
 
@@ -318,19 +313,24 @@ class RowState:
         if self._answer and not self._watched_by and (self._settings.stop or progress.done):
             cut = self._answer.take(row.output_ids)
         ended = progress.done or cut is not None
+        kept, text = row, self._answer.whole() if self._answer and ended else None
         if cut is not None:
             # The engine's result continues to the end of the chunk. Forward passes after the stop
             # string are dropped with their tokens, so that tau is 1 for plain decoding.
             progress.stop()
-            kept = dataclasses.replace(
-                row,
-                output_ids=row.output_ids[: cut.num_kept],
-                accepted=row.accepted[: forwards_until(row.accepted, cut.num_kept)],
-                finish_reason="stop",
-            )
-            turn = _turn(kept, cut.text)
-        else:
-            turn = _turn(row, self._answer.whole() if self._answer and ended else None)
+            accepted = row.accepted[: forwards_until(row.accepted, cut.num_kept)]
+            ids, text = row.output_ids[: cut.num_kept], cut.text
+            kept = dataclasses.replace(row, output_ids=ids, accepted=accepted, finish_reason="stop")
+        turn = Turn(
+            prompt_ids=kept.prompt_ids,
+            output_ids=kept.output_ids,
+            text=text,
+            accepted=kept.accepted,
+            target_forwards=kept.target_forwards,
+            tau=kept.tau,
+            seconds=round(kept.seconds, 6),
+            finish_reason=kept.finish_reason,
+        )
 
         # The end of an answer completes text that was held back.
         if ended:
@@ -360,22 +360,21 @@ class RowState:
             if ids := row.output_ids[self._num_seen :]:
                 yield row.target_forwards, ids, False
             return
+        by_copy = self._watched_by == "copy"
         for forward, ids in forward_groups(row, self._num_seen):
-            parts = [(ids, False)]
-            if self._watched_by == "copy":
-                parts = copied_parts(row, forward, ids)
+            parts = copied_parts(row, forward, ids) if by_copy else [(ids, False)]
             yield from ((forward, *part) for part in parts)
 
     def output_row(self) -> dict[str, Any] | None:
         """Return the output row; None until every turn has its answer."""
         if len(self._turns) < self.prompt.num_turns:
             return None
+        turns = [dataclasses.asdict(turn) for turn in self._turns]
+        row = turns[0]
         # Of a row with several turns each value is a list.
-        columns = [dataclasses.asdict(turn) for turn in self._turns]
-        if self.prompt.num_turns == 1:
-            return {"index": self.prompt.index, **columns[0]}
-        joined = {name: [column[name] for column in columns] for name in columns[0]}
-        return {"index": self.prompt.index, **joined}
+        if len(turns) > 1:
+            row = {name: [turn[name] for turn in turns] for name in row}
+        return {"index": self.prompt.index, **row}
 
 
 def forward_groups(turn: Generation | Turn, first: int) -> Iterator[tuple[int, list[int]]]:
@@ -415,16 +414,3 @@ def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:
     # emitted[k]: tokens of prefill and the first k passes together.
     emitted = list(accumulate((count + 1 for count in accepted), initial=1))
     return min(bisect_left(emitted, num_tokens), len(accepted))
-
-
-def _turn(row: Generation, text: str | None) -> Turn:
-    return Turn(
-        prompt_ids=row.prompt_ids,
-        output_ids=row.output_ids,
-        text=text,
-        accepted=row.accepted,
-        target_forwards=row.target_forwards,
-        tau=row.tau,
-        seconds=round(row.seconds, 6),
-        finish_reason=row.finish_reason,
-    )

@@ -19,38 +19,28 @@ from clover_jax.errors import UserError
 from clover_jax.runtime.dtypes import exact_matmuls
 
 
-class RowTotals:
+class RowTotals(AcceptedLengths):
     """Sums over output rows, of an earlier run too."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()):
+        super().__init__()
         self.rows = self.failed = self.skipped = 0
-        self._lengths = AcceptedLengths()
         for row in rows:
-            self.add(row)
+            self.add_row(row)
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Count an output row."""
+    def add_row(self, row: dict[str, Any]) -> None:
         self.rows += 1
         self.failed += "error" in row
         self.skipped += "skipped" in row
         for output_ids, accepted in turn_columns(row, ("output_ids", "accepted")):
-            self._lengths.add(len(output_ids), accepted)
-
-    @property
-    def tokens(self) -> int:
-        return self._lengths.tokens
-
-    @property
-    def tau(self) -> float | None:
-        """Emitted tokens per target forward pass, without prefill."""
-        return self._lengths.tau
+            self.add(len(output_ids), accepted)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "tau": self.tau,
             "tokens": self.tokens,
-            "target_forwards": self._lengths.forwards,
-            "accepted_histogram": self._lengths.histogram(),
+            "target_forwards": self.forwards,
+            "accepted_histogram": self.histogram(),
             "rows": self.rows,
             "failed": self.failed,
             "skipped": self.skipped,
@@ -59,16 +49,15 @@ class RowTotals:
     def summary(self, tokens_per_second: float | None) -> str:
         tau = "none" if self.tau is None else f"{self.tau:.2f}"
         speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
-        forwards = self._lengths.forwards
-        counts = self._lengths.histogram()
+        counts = self.histogram()
         # Lengths that never happened are left out, since copies may accept 25 tokens at once.
         shares = []
         for accepted, count in enumerate(counts):
-            share = 100 * count / max(forwards, 1)
+            share = 100 * count / max(self.forwards, 1)
             if count:
                 shares.append(f"{accepted}: {f'{share:.0f}' if share >= 0.5 else 'below 1'} %")
         drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if counts[1:] else ""
-        return f"tau {tau}, {self.tokens} tokens in {forwards} forwards{speed}{drafted}"
+        return f"tau {tau}, {self.tokens} tokens in {self.forwards} forwards{speed}{drafted}"
 
 
 def turn_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:

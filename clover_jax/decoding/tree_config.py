@@ -84,7 +84,7 @@ class TreeConfig(JsonConfig):
 
     @property
     def num_ranks(self) -> int:
-        """Children of one node that the tree may use: its largest rank + 1, 0 without nodes."""
+        """Children of one drafted node that are candidates: its largest rank + 1."""
         return max((max(path) for path in self.paths), default=-1) + 1
 
     @property
@@ -185,7 +185,6 @@ class AdaptiveTree(JsonConfig):
 
     @property
     def num_ranks(self) -> int:
-        """Children of one node that are candidates."""
         return self.width
 
     def levels_within(self, max_depth: int | None) -> int:
@@ -240,7 +239,6 @@ class CopyTree(JsonConfig):
 
     @property
     def num_ranks(self) -> int:
-        """Children of one drafted node that are candidates."""
         return self.drafted.num_ranks
 
     @property

@@ -156,6 +156,7 @@ class Clover(Drafter):
             self.regressive = RegressiveMLP(cfg.layer)
         else:
             self.regressive = None
+
         if cfg.unit_states:
             self.state_size = self.param("state_size", nn.initializers.ones, (1,))
         self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)

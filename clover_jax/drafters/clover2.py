@@ -113,6 +113,7 @@ class Clover2(Drafter):
         matrix, zeros = matrix_init(width), nn.initializers.zeros
         if cfg.unit_states:
             self.state_size = self.param("state_size", nn.initializers.ones, (1,))
+
         self.attention_decoder_1 = AttentionDecoder(cfg.layer, num_heads=cfg.decoder_heads)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)

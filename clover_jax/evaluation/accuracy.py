@@ -137,16 +137,16 @@ def count_hits(
     )
 
     pairs, hits = [], []
+
+    def best_ids(u: Array, i: int) -> Array:
+        scores = head.rescored(params, u, head.apply(params, "logits", frozen, u, i))
+        return target_ids(head, top_k(scores, max(TOP)).ids)
+
     for i in range(hidden.shape[0]):
         source = target - 1 - i
         # The source may be the prompt's last token; its target must be emitted.
         counts = (source + 1 >= first[:, None]) & (target + 1 < end[:, None])
-
-        def best_ids(u: Array, i: int = i) -> Array:
-            scores = head.rescored(params, u, head.apply(params, "logits", frozen, u, i))
-            return target_ids(head, top_k(scores, max(TOP)).ids)
-
-        ids = _in_chunks(best_ids, _rows(hidden[i], source))
+        ids = _in_chunks(functools.partial(best_ids, i=i), _rows(hidden[i], source))
         # Only the token that decoding takes is a hit, not another one with an equal logit.
         is_hit = (ids == wanted[..., None]) & counts[..., None]
         pairs.append(counts.sum(axis=1))

@@ -80,6 +80,11 @@ _TEXT_FLAGS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "verify", "draft_sampling", "stop"),
     *("ignore_eos", "context_overflow", "seed"),
 )
+_TIME_ENTRIES = {
+    "flags": ("mesh", "int8"),
+    "hardware": ("device", "num_devices", "processor", "cores"),
+    "versions": ("jax", "jaxlib"),
+}
 
 
 def differences(one: Values, other: Values) -> dict[str, list[str]]:
@@ -88,19 +93,21 @@ def differences(one: Values, other: Values) -> dict[str, list[str]]:
     known = one["manifest"]["base"].keys() & other["manifest"]["base"].keys()
     unknown = {f"base {name}" for name in {"config", "chat_template"} - known}
 
-    differing = {}
-    for kind, conditions in (("texts", _text_conditions), ("times", _time_conditions)):
-        pairs = zip(conditions(one).items(), conditions(other).values(), strict=True)
-        differing[kind] = [
-            f"{name} {a} against {b}" for (name, a), b in pairs if a != b and name not in unknown
+    ours, theirs = _conditions(one), _conditions(other)
+    return {
+        kind: [
+            f"{name} {value} against {theirs[kind][name]}"
+            for name, value in values.items()
+            if value != theirs[kind][name] and name not in unknown
         ]
-    return differing
+        for kind, values in ours.items()
+    }
 
 
-def _text_conditions(report: Values) -> dict[str, Any]:
+def _conditions(report: Values) -> dict[str, dict[str, Any]]:
     manifest, base = report["manifest"], report["manifest"]["base"]
     flags = manifest["flags"]
-    return {
+    texts = {
         # Hashes are cut, because differences are printed.
         "base": base["hash"][:12],
         "base params": base.get("params"),
@@ -112,20 +119,10 @@ def _text_conditions(report: Values) -> dict[str, Any]:
         "int8 base": "base" in (flags.get("int8") or ()),
         **{name: flags.get(name) for name in _TEXT_FLAGS},
     }
-
-
-def _time_conditions(report: Values) -> dict[str, Any]:
-    manifest = report["manifest"]
-    read = {
-        "flags": ("mesh", "int8"),
-        "hardware": ("device", "num_devices", "processor", "cores"),
-        "versions": ("jax", "jaxlib"),
-    }
-    return {
-        "batch_size": report["batch_sizes"][0],
-        "git revision": manifest["git_revision"],
-        **{name: manifest[part].get(name) for part, names in read.items() for name in names},
-    }
+    times = {"batch_size": report["batch_sizes"][0], "git revision": manifest["git_revision"]}
+    for part, names in _TIME_ENTRIES.items():
+        times |= {name: manifest[part].get(name) for name in names}
+    return {"texts": texts, "times": times}
 
 
 def _read(path: Path) -> Values:

@@ -221,14 +221,12 @@ def account(compiled: Compiled, chip: Chip) -> dict[str, Any]:
     except Exception:  # not every compiler for absent devices has this analysis
         costs = {}
 
+    names = {"argument": "argument", "output": "output", "aliased": "alias", "temporary": "temp"}
+    sizes = {name: getattr(memory, f"{theirs}_size_in_bytes") for name, theirs in names.items()}
     # An output that takes the place of a donated argument needs no room of its own.
-    new = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    resident = memory.argument_size_in_bytes + new + memory.temp_size_in_bytes
+    resident = sum(sizes.values()) - 2 * sizes["aliased"]
     return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "aliased_bytes": memory.alias_size_in_bytes,
-        "temporary_bytes": memory.temp_size_in_bytes,
+        **{f"{name}_bytes": size for name, size in sizes.items()},
         "resident_bytes": resident,
         "device_memory": chip.memory,
         "fits": resident <= chip.memory,
@@ -357,15 +355,18 @@ def compile_and_describe(
     print("\n".join(lines))
 
     # What was compiled, under the names of the flags, then the figures.
-    settings = {
+    settings = named_settings(models, spec) | {"dtype": spec.dtype, "mesh": spec.mesh}
+    settings |= {"batch_size": batch, "context": context}
+    return settings | row | {"versions": compiler_versions(target.platform)}
+
+
+def named_settings(models: Models, spec: ModelSpec) -> dict[str, Any]:
+    """Return the models under the names of the command's flags."""
+    return {
         "base": spec.base,
         "draft": spec.draft,
         "tree": models.tree.name,
-        "dtype": spec.dtype,
+        "dtype": str(models.dtype),
         "int8": list(models.int8),
         "attention": models.attention,
-        "mesh": spec.mesh,
-        "batch_size": batch,
-        "context": context,
     }
-    return settings | row | {"versions": compiler_versions(target.platform)}

@@ -61,7 +61,7 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
         write_head(staged, head, options.to, base, options.input)
         # The written head is opened like any other, through the same checks.
         result = open_head(str(staged), base, allow_base_mismatch=mismatch)
-        report |= {"bytes": _num_bytes(staged)}
+        report["bytes"] = _num_bytes(staged)
         report |= verify(load(options.spec), head, result, prompts, options.max_new_tokens)
         if report["differing"]:
             return report | {"output": None}
@@ -82,13 +82,10 @@ def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> Non
 
     def is_head(folder: Path) -> bool:
         # A base has a config.json too, and must not be replaced.
-        if (folder / CARD).is_file():
-            return True
         try:
-            recognise(folder)
+            return (folder / CARD).is_file() or bool(recognise(folder))
         except UserError:
             return False
-        return True
 
     check_replaceable(output, options.overwrite, "draft head", is_head)
 
@@ -142,14 +139,11 @@ def verify(
 
     one, other = rows(source), rows(result)
     taus = [round(RowTotals(decoded.values()).tau or 0.0, 4) for decoded in (one, other)]
+
+    def differs(index: int, key: str) -> bool:
+        return one[index][key] != other[index][key]
+
     # Lengths too: a damaged head produces the same text in more steps.
-    keys = ("accepted", "output_ids")
-    differing = [
-        index for index in one if any(one[index][key] != other[index][key] for key in keys)
-    ]
-    return {
-        "tau_source": taus[0],
-        "tau_result": taus[1],
-        "prompts": len(one),
-        "differing": differing,
-    }
+    differing = [i for i in one if differs(i, "accepted") or differs(i, "output_ids")]
+    figures = {"tau_source": taus[0], "tau_result": taus[1]}
+    return figures | {"prompts": len(one), "differing": differing}

@@ -252,22 +252,23 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
         sizes["gathered"] += whole_over_rows(cast_shapes(step.state.params, dtype), placed)
     sizes["activations"] = step.activation_bytes(shape)
 
-    rate = target.chip.matrix_rate if target else None
+    def count(params: Params) -> int:
+        return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+    rate = target.chip.matrix_rate * UTILIZATION if target else None
     # CPUs do not report a limit.
     here = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return DryRun(
         mesh=shape,
         # Without the copy of lm_head's rows that a reduced vocabulary drafts with.
-        base_params=_count({k: v for k, v in step.base.items() if k != DRAFT_ROWS}),
-        draft_params=_count(step.state.params),
+        base_params=count({k: v for k, v in step.base.items() if k != DRAFT_ROWS}),
+        draft_params=count(step.state.params),
         bytes_per_device=sizes,
         device_memory=target.chip.memory if target else here,
         flops_per_step=work.all_flops,
         tokens_per_step=settings.batch_size * settings.seq_len,
         steps=settings.steps,
-        seconds=settings.steps * work.all_flops / (shape.size * rate * UTILIZATION)
-        if rate
-        else None,
+        seconds=rate and settings.steps * work.all_flops / (shape.size * rate),
     )
 
 
@@ -320,10 +321,6 @@ def lower_training_step(step: StepShapes, mesh: MeshShape, target: Target) -> Lo
         with_shardings(step.batch, row_shardings(step.batch, devices)),
     )
     return make_train_step(config).trace(*arguments).lower()
-
-
-def _count(params: Params) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _mesh_shape(mesh: str | None, target: Target | None) -> MeshShape:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,25 +92,11 @@ def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> list[Div
     # Text after a difference has another context, so it cannot be compared.
     pairs = list(zip(turns_of(row), turns_of(vanilla), strict=False))
     for number, (mine, plain) in enumerate(pairs):
-        at = first_difference(mine.output_ids, plain.output_ids)
-        if at is not None:
-            expected, found = (
-                ids[at] if at < len(ids) else None for ids in (plain.output_ids, mine.output_ids)
-            )
-            return [Divergence(row["index"], number, at, expected, found)]
+        texts = itertools.zip_longest(plain.output_ids, mine.output_ids)
+        for at, (expected, found) in enumerate(texts):
+            if expected != found:
+                return [Divergence(row["index"], number, at, expected, found)]
     return [None] if pairs else []
-
-
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
-    """Return the first index at which two sequences differ; None where they are equal.
-
-    Example: [5, 6] and [5, 6, 7] differ at 2.
-    """
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return index
-    # One is the beginning of the other, so they differ where the shorter one ends.
-    return None if len(one) == len(other) else min(len(one), len(other))
 
 
 def summarize(
@@ -199,11 +186,10 @@ def classify(
     # The same texts read in three ways: any change is rounding. A lead is infinite at a temperature
     # next to 0, where it measures no rounding.
     threshold = 0.0
-    for one, *others in zip(together, single, at_once, strict=True):
-        for other in others:
-            known = np.isfinite(one.lead) & np.isfinite(other.lead)
-            changes = np.abs(one.lead[known] - other.lead[known])
-            threshold = max(threshold, float(changes.max(initial=0.0)))
+    for one, other in [*zip(together, single, strict=True), *zip(together, at_once, strict=True)]:
+        known = np.isfinite(one.lead) & np.isfinite(other.lead)
+        changes = np.abs(one.lead[known] - other.lead[known])
+        threshold = max(threshold, float(changes.max(initial=0.0)))
 
     judged = []
     for case, scores in zip(cases, together, strict=True):

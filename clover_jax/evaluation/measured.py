@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 import statistics
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.errors import UserError
+from clover_jax.evaluation.compiled import named_settings
 from clover_jax.evaluation.parts import (
     STEPS,
     Bench,
@@ -100,13 +100,7 @@ def describe_run(models: Models, spec: ModelSpec) -> dict[str, Any]:
         leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Matrix))
         return sum(math.prod(leaf.shape) for leaf in leaves)
 
-    return {
-        "base": spec.base,
-        "draft": spec.draft,
-        "tree": models.tree.name,
-        "dtype": str(models.dtype),
-        "int8": list(models.int8),
-        "attention": models.attention,
+    return named_settings(models, spec) | {
         # From the config: --int8 and a reduced vocabulary add copies of lm_head to the weights.
         "base_parameters": count(base_shapes(models.base.config, models.dtype)),
         "draft_parameters": count(models.draft_params),
@@ -139,10 +133,12 @@ def measure(
     runs["engine"] = engine_run(models, sampling, batch, context, context + room, rounds, pace)
     seconds = time_in_turns(runs, rounds, single=["engine"])  # its calls advance in the text
 
-    limits, floors = measure_ceilings(models.dtype), {}
-    for name, part in parts.items():
-        num_bytes = part.work.weight_bytes + part.cache_bytes
-        floors[name] = max(num_bytes / limits.bandwidth, part.work.flops / limits.matrix_rate)
+    limits = measure_ceilings(models.dtype)
+    read = {name: part.work.weight_bytes + part.cache_bytes for name, part in parts.items()}
+    floors = {
+        name: max(read[name] / limits.bandwidth, part.work.flops / limits.matrix_rate)
+        for name, part in parts.items()
+    }
     if models.head is None:  # a step is a plain step, and verifies its root alone
         seconds["step"] = seconds["verify"] = seconds["plain step"]
         floors["step"] = floors["verify"] = floors["plain step"]
@@ -156,7 +152,6 @@ def measure(
             times["draft"] = whole[-1]
 
     plain, step = seconds["plain step"], seconds["step"]
-    plain_bytes = parts["plain step"].work.weight_bytes + parts["plain step"].cache_bytes
     sum_of_parts = sum(seconds[name] for name in STAGES if name in floors)
     return {
         "bandwidth_gb_s": round(limits.bandwidth / 1e9, 2),
@@ -170,7 +165,7 @@ def measure(
             }
             for name, floor in floors.items()
         },
-        "plain_step_share_of_bandwidth": round(plain_bytes / limits.bandwidth / plain, 3),
+        "plain_step_share_of_bandwidth": round(read["plain step"] / limits.bandwidth / plain, 3),
         "sum_of_parts_ms": round(1e3 * sum_of_parts, 4),
         "step_over_sum_of_parts": round(step / sum_of_parts, 3),
         # A call of the engine, and of the chunk, is STEPS steps.
@@ -263,8 +258,7 @@ def engine_run(
     return functools.partial(chunk, started(max(context - before, 1)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Ceilings:
+class Ceilings(NamedTuple):
     """Measured limits: bytes a second, and operations a second of a large product.
 
     bandwidth: on CPU of one thread that reads, because one thread does a one-token forward there;
@@ -347,7 +341,6 @@ def sweep(
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
     config, slots = models.step(), models.tree.num_slots  # raises if the head cannot draft the tree
     size = cache_size(models, context, room=0)
-    placement = Placement(models.mesh)
 
     cells = []
     for batch in batch_sizes:
@@ -364,10 +357,9 @@ def sweep(
             shape, vocabulary = (batch, count), models.base.config.vocab_size
             tokens = jax.random.randint(jax.random.key(3), shape, 0, vocabulary, jnp.int32)
             tree = TokenTree(tokens, jnp.where(jnp.arange(count) == 0, -1, 0)[None], depth=1)
-            runs[f"verify {count}"] = bench.reading(
-                functools.partial(verify_loop, config), tree
-            ).run
-        with placement.in_use():
+            verify = functools.partial(verify_loop, config)
+            runs[f"verify {count}"] = bench.reading(verify, tree).run
+        with Placement(models.mesh).in_use():
             timed = time_in_turns(runs, rounds)
 
         ms = {name: 1e3 * seconds / steps_at_once() for name, seconds in timed.items()}
@@ -375,16 +367,14 @@ def sweep(
         # negative.
         rest = max(ms["step"] - ms["draft"] - ms[f"verify {slots}"], 0.0)
         for count in nodes:
-            step = ms["draft"] + ms[f"verify {count + 1}"] + rest
-            cells.append(
-                {
-                    "batch_size": batch,
-                    "nodes": count,
-                    "plain_ms": round(ms["plain"], 4),
-                    "verify_ms": round(ms[f"verify {count + 1}"], 4),
-                    "draft_ms": round(ms["draft"], 4),
-                    # A step as long as n plain ones must emit n tokens; one is the base's own.
-                    "break_even": round(step / ms["plain"] - 1, 3),
-                }
-            )
+            times = {
+                "plain": ms["plain"],
+                "verify": ms[f"verify {count + 1}"],
+                "draft": ms["draft"],
+            }
+            cell = {f"{name}_ms": round(each, 4) for name, each in times.items()}
+            step = times["draft"] + times["verify"] + rest
+            # A step as long as n plain ones must emit n tokens; one is the base's own.
+            cell["break_even"] = round(step / times["plain"] - 1, 3)
+            cells.append({"batch_size": batch, "nodes": count} | cell)
     return cells

@@ -117,17 +117,15 @@ class Options:
     @property
     def all_batch_sizes(self) -> list[int]:
         """`batch_size` first, then the others of `batch_sizes`."""
-        sizes = [self.batch_size]
-        words = map(str.strip, (self.batch_sizes or "").split(","))
-        for word in filter(None, words):
+        words = list(filter(None, map(str.strip, (self.batch_sizes or "").split(","))))
+        for word in words:
             if not (word.isdecimal() and int(word) > 0):
                 raise UserError(
                     f"--batch_sizes={self.batch_sizes}: {word!r} is not a batch size; write whole "
                     "numbers from 1, such as 1,4,8"
                 )
-            sizes.append(int(word))
         # Each once: a batch size is a key of the report.
-        return list(dict.fromkeys(sizes))
+        return list(dict.fromkeys([self.batch_size, *map(int, words)]))
 
 
 def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:

@@ -38,7 +38,6 @@ from clover_jax.decoding.step import (
     roots,
     speculate_and_verify,
     verify_tree,
-    weights_for,
 )
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
@@ -313,14 +312,29 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     The programs alternate on one state, as a second one may not fit into memory.
     """
     models, placement = method.models, engine.placement
-    weights = weights_for(engine.config.head, models.base.params, models.draft_params)
-    weights = placement.weights(weights)
+    weights = placement.weights(models.weights)
     # Every slot is in use, as in the middle of a run, so short inputs are repeated.
     slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
 
+    config = engine.config
+
+    def steps(weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
+        # Every call starts from the same place in the text. The caches are passed on, since they
+        # were donated; everything else stays.
+        new, emitted = step_loop(config, weights, state)
+        return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
+
+    def draft(weights: Weights, state: DecodeState) -> tuple[DecodeState, TokenTree]:
+        if config.head is None:
+            return state, TokenTree.root_only(roots(state))
+        state, drafted = absorb_and_draft(config, weights, state, roots(state))
+        return state, drafted.tree
+
+    def verify(weights: Weights, state: DecodeState, tree: TokenTree) -> tuple[DecodeState, Array]:
+        return state, verify_loop(config, weights, state, tree)
+
     def compiled(part: Callable) -> Callable:
-        part = functools.partial(part, engine.config)
         return placement.compiled(part, donate_argnums=1, compiler_options=options_here())
 
     state = engine.prefilled(weights.base, models.draft_params, slots)
@@ -332,11 +346,10 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     )
 
     # A drafted tree for verification to read; each run fills in new tokens.
-    state, tree = compiled(_draft)(weights, state)
-    verify = compiled(lambda config, w, state, tree: (state, verify_loop(config, w, state, tree)))
-    programs = {"step": (compiled(_steps),), "verify": (verify, tree)}
-    if engine.config.head is not None:
-        programs["draft"] = (compiled(draft_loop),)
+    state, tree = compiled(draft)(weights, state)
+    programs = {"step": (compiled(steps),), "verify": (compiled(verify), tree)}
+    if config.head is not None:
+        programs["draft"] = (compiled(functools.partial(draft_loop, config)),)
 
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(_REPEATS + 1):
@@ -349,25 +362,5 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
             times[name].append(time.perf_counter() - started)
     # The first run compiles. The fastest is the one that nothing else disturbed.
     fastest = {name: min(seconds[1:]) / STEPS for name, seconds in times.items()}
-    return StageTimes(
-        batch_size=engine.batch_size,
-        context=max(len(request.prompt_ids) for request in slots) + 1,
-        **{"draft": 0.0, **fastest},
-    )
-
-
-def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
-    """Run steps; every call starts from the same place in the text."""
-    # The caches are passed on, since they were donated; everything else stays.
-    new, emitted = step_loop(config, weights, state)
-    return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
-
-
-def _draft(
-    config: StepConfig, weights: Weights, state: DecodeState
-) -> tuple[DecodeState, TokenTree]:
-    root = roots(state)
-    if config.head is None:
-        return state, TokenTree.root_only(root)
-    state, drafted = absorb_and_draft(config, weights, state, root)
-    return state, drafted.tree
+    context = max(len(request.prompt_ids) for request in slots) + 1
+    return StageTimes(engine.batch_size, context, **{"draft": 0.0, **fastest})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import statistics
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,6 @@ from clover_jax.evaluation.options import VANILLA, DraftChoice, Options
 from clover_jax.runtime.distributed import is_primary
 from clover_jax.runtime.jsonl import append_row, keep_rows, read_rows
 from clover_jax.runtime.progress import say
-from clover_jax.runtime.turns import Spread
 
 JOURNAL = "legs.jsonl"
 MT_BENCH = "mt_bench"
@@ -192,11 +192,8 @@ class PassJournal:
             self._passes[key] = TimedPass(key, **{name: row[name] for name in _OWN})
         self.num_dropped = len(rows) - len(usable)
         session = max((one.session for one in self._passes.values()), default=-1) + 1
-        self.origin: dict[str, Any] = {
-            "session": session,
-            "conditions": conditions,
-            "revision": revision,
-        }
+        self.origin: dict[str, Any] = {"session": session}
+        self.origin |= {"conditions": conditions, "revision": revision}
 
     def __contains__(self, key: PassKey) -> bool:
         return key in self._passes
@@ -233,12 +230,9 @@ def speed(passes: Sequence[TimedPass], plain: Sequence[TimedPass]) -> dict[str, 
     repeats = sorted(rates)
     # Ratios are taken within a repeat, where both methods met the same machine.
     ratios = [rates[repeat] / plain_rates[repeat] for repeat in repeats if plain_rates.get(repeat)]
-    spreads = {
-        "tokens_per_second": Spread.of([rates[repeat] for repeat in repeats]),
-        "speedup": Spread.of(ratios),
-    }
     return {
-        **{name: value and dataclasses.asdict(value) for name, value in spreads.items()},
+        "tokens_per_second": _spread([rates[repeat] for repeat in repeats]),
+        "speedup": _spread(ratios),
         "seconds": sum(one.seconds for one in passes),
         "rows_changed": sum(len(one.changed) for one in passes),
         # Rows of the method's first pass are counted in its tally.
@@ -246,18 +240,22 @@ def speed(passes: Sequence[TimedPass], plain: Sequence[TimedPass]) -> dict[str, 
     }
 
 
+def _spread(values: Sequence[float]) -> dict[str, Any] | None:
+    """Return the median, the least and the most of repeated figures; None of none."""
+    if not values:
+        return None
+    most = {"least": min(values), "most": max(values), "repeats": tuple(values)}
+    return {"median": statistics.median(values)} | most
+
+
 def split_rounds(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
     """Return the rounds whose passes are of several sessions, so not measured alternately."""
     # A round: each method decodes one task once, at one batch size.
-    sessions: dict[tuple[int, str, int], set[int]] = {}
+    sessions: dict[tuple[Any, ...], set[int]] = {}
     for one in passes:
-        size, task, repeat, _ = one.key
-        sessions.setdefault((size, task, repeat), set()).add(one.session)
-    return [
-        {"batch_size": size, "task": task, "repeat": repeat}
-        for (size, task, repeat), numbers in sessions.items()
-        if len(numbers) > 1
-    ]
+        sessions.setdefault(one.key[:3], set()).add(one.session)
+    names = PassKey._fields[:3]
+    return [dict(zip(names, key, strict=True)) for key in sessions if len(sessions[key]) > 1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,11 +268,6 @@ class Method:
     name: str
     models: Models
     source: str | None = None
-
-    @property
-    def depth(self) -> int:
-        """Drafted tokens on the longest path; 0 for plain decoding."""
-        return self.models.tree.depth
 
 
 def load_methods(
@@ -290,7 +283,7 @@ def load_methods(
     """
     drafts = []
     for choice in options.draft_choices:
-        # To choose a tree needs the draft, which is loaded with its own tree first.
+        # A tree is chosen with the draft, which is loaded with its own tree first.
         tree = None if choice.tree == AUTO_TREE else choice.tree
         spec = dataclasses.replace(options.spec, draft=choice.source, tree=tree)
         check_names(spec)  # before the base, which takes longer
@@ -330,8 +323,8 @@ def load_methods(
 
 def choose_baselines(options: Options, settings: GenerationSettings) -> list[DraftChoice]:
     """Return the baselines to measure: all training-free drafts, or those of `--baselines`."""
-    names = [name.strip() for name in (options.baselines or "").split(",")]
-    names = list(dict.fromkeys(filter(None, names)))
+    words = map(str.strip, (options.baselines or "").split(","))
+    names = list(dict.fromkeys(filter(None, words)))
     if names == [NO_DRAFT]:
         return []
     for name in names:
@@ -362,16 +355,14 @@ def make_engines(methods: Sequence[Method], plan: Plan) -> dict[int, dict[str, E
 
     Raises UserError where a tree does not suit its head or the rules of sampling.
     """
-    rooms = {method.name: source_size(method.models, plan.prompts) for method in methods}
-    return {
-        size: {
-            method.name: method.models.engine(
-                size, plan.sampling, seed=plan.seed, source_size=rooms[method.name]
+    engines: dict[int, dict[str, Engine]] = {size: {} for size in plan.batch_sizes}
+    for method in methods:
+        room = source_size(method.models, plan.prompts)
+        for size, of_size in engines.items():
+            of_size[method.name] = method.models.engine(
+                size, plan.sampling, seed=plan.seed, source_size=room
             )
-            for method in methods
-        }
-        for size in plan.batch_sizes
-    }
+    return engines
 
 
 def warm_up(method: Method, engine: Engine, longest: int) -> None:
@@ -379,7 +370,7 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
 
     Buffers come in buckets: one pass in each, and one that grows through all of them.
     """
-    context, depth = engine.config.base.max_position_embeddings, method.depth
+    context, depth = engine.config.base.max_position_embeddings, engine.config.tree.depth
     requests: list[Request] = []
     size = 0
     while size < engine.buffer_size(min(longest, context)):

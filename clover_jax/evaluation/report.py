@@ -7,6 +7,7 @@ import dataclasses
 import datetime
 import os
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,9 +54,7 @@ def build_report(
     """Return the report as JSON values; the revisions of the code are added to its manifest."""
     # Only passes of this plan count: the journal may have other batch sizes of earlier commands.
     plan, methods, journal = evaluation.plan, evaluation.methods, evaluation.journal
-    tasks = list(plan.tasks)
-    passes = journal.of(evaluation.keys)
-    times = measured.times
+    tasks, passes, times = list(plan.tasks), journal.of(evaluation.keys), measured.times
     steps = {name: one.to_dict(times[VANILLA]) for name, one in times.items()}
     # The revisions of the code that timed the passes and of this, the oldest first.
     by_age = [one.revision for one in sorted(passes, key=lambda one: one.session)]
@@ -103,10 +102,9 @@ def problems(report: Mapping[str, Any]) -> list[str]:
         if later:
             lines.append(f"{shown}: rows failed in a later pass, {later} in all")
 
-        equality = cell.get("equality", {"expected": False, "mismatches": 0})
-        mismatches = equality["mismatches"]
-        if mismatches and equality["expected"]:
-            lines.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")
+        equality = cell.get("equality", {"expected": False})
+        if equality["expected"] and (count := equality["mismatches"]):
+            lines.append(f"{name}: {count} rows differ from plain decoding by more than ties")
     return lines
 
 
@@ -136,23 +134,21 @@ def write_report(directory: Path, report: dict[str, Any]) -> None:
 
 def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the last line of the command's output: overall figures at the first batch size."""
-    overall = {name: cells["overall"] for name, cells in report["methods"].items()}
-    drafts = [name for name in overall if name != VANILLA]
-    plain = overall[VANILLA]
-    equality = {name: overall[name]["equality"] for name in drafts}
+    drafts = {name: cells["overall"] for name, cells in report["methods"].items()}
+    failed = max(one["failed"] for one in drafts.values())
+    plain = drafts.pop(VANILLA)
+    speedups = {name: speed_of(report, name, None)["speedup"] for name in drafts}
 
     return {
         "output": directory,
         "rows": plain["rows"],
-        "failed": max(one["failed"] for one in overall.values()),
+        "failed": failed,
         "skipped": plain["skipped"],
         "truncated": plain["truncated"],
-        "tau": {name: overall[name]["tau"] for name in drafts},
-        "speedup": {
-            name: (speed_of(report, name, None)["speedup"] or {}).get("median") for name in drafts
-        },
+        "tau": {name: cell["tau"] for name, cell in drafts.items()},
+        "speedup": {name: (speedup or {}).get("median") for name, speedup in speedups.items()},
         **{
-            key: {name: counts[key] for name, counts in equality.items()}
+            key: {name: cell["equality"][key] for name, cell in drafts.items()}
             for key in ("equal", "near_ties", "mismatches")
         },
         "problems": report["problems"],
@@ -166,16 +162,14 @@ def _cell(
     if method.name == VANILLA:
         return cell
 
-    plan = evaluation.plan
-    chosen = plan.prompts if task is None else plan.tasks[task]
-    numbers = [prompt.index for prompt in chosen]
-    comparisons = measured.comparisons[method.name]
-    divergences = measured.divergences[method.name]
+    plan, name = evaluation.plan, method.name
+    numbers = [one.index for one in (plan.prompts if task is None else plan.tasks[task])]
+    divergences = measured.divergences[name]
     cell["equality"] = summarize(
-        [comparisons[number] for number in numbers],
+        [measured.comparisons[name][number] for number in numbers],
         [divergences[number] for number in numbers if number in divergences],
     ) | {"expected": plan.expects_equality(method)}
-    hits = [one for number in numbers for one in measured.hits[method.name][number]]
+    hits = [one for number in numbers for one in measured.hits[name][number]]
     cell["accuracy"] = accuracy.total(hits).to_dict() if hits else None
     return cell
 
@@ -234,13 +228,13 @@ def conditions(mesh: str | None) -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Return the hardware of the run."""
+    """Return the devices and the machine of the run."""
     device, processor = jax.devices()[0], platform.processor()
     # JAX calls every CPU "cpu"; Linux has the processor's name.
     with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-        processor = names[0] if names else processor
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if named := re.search("^model name.*?:(.*)", text, re.MULTILINE):
+            processor = named[1].strip()
     return {
         "backend": jax.default_backend(),
         "device": device.device_kind,

@@ -55,7 +55,7 @@ class RowMaker:
     def __init__(self):
         # Prompt's index -> columns; each list has an entry for every turn.
         self._forwards: dict[int, dict[str, list]] = collections.defaultdict(
-            lambda: {"proposed": [], "ranks": [], "copied": [], "num_cut": []}
+            lambda: collections.defaultdict(list)
         )
 
     def take(self, event: RowEvent) -> dict[str, Any] | None:
@@ -65,9 +65,8 @@ class RowMaker:
             columns = self._forwards[event.prompt.index]
             # A stop string also cuts the forwards of the tokens after it.
             count = len(progress.turn.accepted)
-            columns["proposed"].append(progress.generation.proposed[:count])
-            columns["ranks"].append(progress.generation.ranks[:count])
-            columns["copied"].append(progress.generation.copied[:count])
+            for name in ("proposed", "ranks", "copied"):
+                columns[name].append(getattr(progress.generation, name)[:count])
             columns["num_cut"].append(progress.num_cut)
         if event.row is None:
             return None
@@ -107,10 +106,9 @@ class Tally(RowTotals):
         self._by_looping = {True: AcceptedLengths(), False: AcceptedLengths()}
         self._num_looping = 0
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Count an output row."""
+    def add_row(self, row: dict[str, Any]) -> None:
         # A row of several turns counts once there, and each of its turns below.
-        super().add(row)
+        super().add_row(row)
         self._failure = self._failure or row.get("error")
         turns = list(turns_of(row))
         self.truncated += any(turn.num_cut for turn in turns)
@@ -144,24 +142,18 @@ class Tally(RowTotals):
             context += accepted + 1
 
     def to_dict(self) -> dict[str, Any]:
-        lengths, depth = self._lengths, self._depth
+        depth = self._depth
         # Plain decoding drafts nothing, so its forwards are not drafts.
-        per_position = lengths.reaching(depth)
-        num_drafts = lengths.forwards if depth else 0
-        return {
-            "rows": self.rows,
-            "failed": self.failed,
+        per_position = self.reaching(depth)
+        num_drafts = self.forwards if depth else 0
+        return super().to_dict() | {
             "first_failure": self._failure,
-            "skipped": self.skipped,
             "truncated": self.truncated,
             "turns": self.turns,
-            "tokens": lengths.tokens,
-            "target_forwards": lengths.forwards,
-            "tau": self.tau,
             "extra_tokens": None if self.tau is None else self.tau - 1,
-            "hit_rate": lengths.hit_rate(depth),
-            "conditional_hit_rate": lengths.conditional_hit_rate(depth),
-            "accepted_histogram": lengths.histogram(depth),
+            "hit_rate": self.hit_rate(depth),
+            "conditional_hit_rate": self.conditional_hit_rate(depth),
+            "accepted_histogram": self.histogram(depth),
             "accepted_ranks": [
                 [ranks[k] for k in range(max(ranks, default=-1) + 1)] for ranks in self._ranks
             ],
@@ -224,11 +216,11 @@ class RowFile:
 
     def __init__(self, sink: RowSink, plan: Plan, method: Method):
         """Take the open sink, and read the rows of an earlier session."""
-        self._sink, self._method, self._plan = sink, method, plan
+        self._sink, self._depth = sink, method.models.tree.depth
         self._place = {prompt.index: place for place, prompt in enumerate(plan.prompts)}
         self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
         self.rows: dict[int, dict[str, Any]] = {}
-        self._tallies = {task: Tally(method.depth) for task in plan.tasks}
+        self._tallies = {task: Tally(self._depth) for task in plan.tasks}
         # One process has the file; all of them count its rows.
         for row in from_primary(lambda: list(sink.kept())):
             self._keep(row)
@@ -253,14 +245,14 @@ class RowFile:
         if task is not None:
             return self._tallies[task]
         # Rare, so it is not kept as rows come.
-        tally = Tally(self._method.depth)
+        tally = Tally(self._depth)
         for row in self.rows.values():
-            tally.add(row)
+            tally.add_row(row)
         return tally
 
     def _keep(self, row: dict[str, Any]) -> None:
         self.rows[row["row"]] = row
-        self._tallies[row["task"]].add(row)
+        self._tallies[row["task"]].add_row(row)
 
 
 @contextlib.contextmanager

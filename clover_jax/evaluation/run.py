@@ -95,9 +95,18 @@ class Evaluation:
 
     def run_passes(self) -> None:
         """Run the passes left: a bar for each batch size, a line for every finished task."""
+        # What earlier sessions have left.
+        if dropped := self.journal.num_dropped:
+            say(f"{dropped} timed passes are of another machine or version, and are run again")
+        todo = self.todo
+        if rows := sum(len(file.rows) for file in self.files.values()):
+            total = self.num_rows(self.keys)
+            done = total - self.num_rows(todo)
+            say(f"{rows} rows and {done} of {total} timed rows are there already")
+
         # Keys come batch size by batch size, and there task by task.
         with CompileClock() as compiling:
-            for batch_size, at_size in itertools.groupby(self.todo, lambda key: key.batch_size):
+            for batch_size, at_size in itertools.groupby(todo, lambda key: key.batch_size):
                 keys = list(at_size)
                 # All programs compile before the bar starts to estimate the time left.
                 for method in self.methods:
@@ -135,14 +144,11 @@ class Evaluation:
                     continue
                 tokens += sum(len(turn.output_ids) for turn in turns_of(row))
                 is_new = row["index"] not in file.rows
-                another_text = file.add(row)
-                if another_text is not None:
-                    # Kept with the pass: it is judged as well as the row's first text.
+                # Another text is kept with the pass: it is judged as well as the row's first text.
+                if another_text := file.add(row):
                     changed.append(another_text)
-
                 # A row that fails in every pass and with every method is reported once.
-                line = self.failures.add(row) if is_new or another_text else None
-                if line is not None:
+                if (is_new or another_text) and (line := self.failures.add(row)) is not None:
                     bar.write(line)
                 tau, rate = file.tally(key.task).tau, tokens / (compiling.now() - started)
                 figures = "" if tau is None else f"tau {tau:.2f}, "
@@ -222,7 +228,7 @@ def evaluate(
                 lambda: PassJournal(options.directory, here, options.overwrite, git_revision())
             )
             evaluation = Evaluation(methods, engines, plan, files, journal)
-            _decode(evaluation)
+            evaluation.run_passes()
             measured = _measure(evaluation)
             about = {
                 "source": source,
@@ -279,22 +285,6 @@ def _positions(prompt: Prompt | BadPrompt, models: Models, settings: GenerationS
         return 1  # the row fails when its turn comes
 
 
-def _decode(evaluation: Evaluation) -> None:
-    """Run the passes that are not done, and say first what earlier sessions have left."""
-    if evaluation.journal.num_dropped:
-        say(
-            f"{evaluation.journal.num_dropped} timed passes are of another machine or version, "
-            "and are run again"
-        )
-    # Rows that a stopped command has left.
-    rows = sum(len(file.rows) for file in evaluation.files.values())
-    if rows:
-        total = evaluation.num_rows(evaluation.keys)
-        done = total - evaluation.num_rows(evaluation.todo)
-        say(f"{rows} rows and {done} of {total} timed rows are there already")
-    evaluation.run_passes()
-
-
 def _measure(evaluation: Evaluation) -> Measured:
     """Measure after decoding: equality, accuracy, and the parts of a step."""
     plan, files, (vanilla, *drafts) = evaluation.plan, evaluation.files, evaluation.methods
@@ -303,15 +293,12 @@ def _measure(evaluation: Evaluation) -> Measured:
     total = len(drafts) * len(plan.prompts)
     with progress_bar(total, "accuracy", "row", first_compiles=True) as bar:
         for method in drafts:
-            name = method.name
-            # All texts of a row: the first, and different ones of later passes.
-            keys = [key for key in evaluation.keys if key.method == name]
-            passes = evaluation.journal.of(keys)
-            comparisons[name] = compare_passes(files[name].rows, passes, plain)
+            name, is_expected = method.name, plan.expects_equality(method)
             bar.show(f"{name} against plain decoding")
-            divergences[name] = judge(
-                comparisons[name], plain, plan, vanilla, plan.expects_equality(method)
-            )
+            # All texts of a row: the first, and different ones of later passes.
+            passes = evaluation.journal.of([key for key in evaluation.keys if key.method == name])
+            comparisons[name] = compare_passes(files[name].rows, passes, plain)
+            divergences[name] = judge(comparisons[name], plain, plan, vanilla, is_expected)
             hits[name] = _accuracy(method, plain, bar)
 
     # After the bar: nothing else may run while these programs are timed.
@@ -333,19 +320,17 @@ def _measure(evaluation: Evaluation) -> Measured:
 def _accuracy(
     method: Method, plain: Mapping[int, Any], bar: Progress
 ) -> dict[int, list[accuracy.Hits]]:
-    # Turns are batched by their length, so each has the number of its row.
-    numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
     # A baseline has no probabilities to rank.
     head = method.models.head
-    if head is None or head.config.kind in TRAINING_FREE:
-        bar.update(len(plain))
-        return hits
-    for index, hits_of_turn in accuracy.measure(method, [turn for _, turn in numbered]):
-        of_row = hits[numbered[index][0]]
-        of_row.append(hits_of_turn)
-        # A row of several turns counts with its first one.
-        bar.update(int(len(of_row) == 1))
-    bar.update(sum(not turns for turns in hits.values()))  # rows without text
+    if head is not None and head.config.kind not in TRAINING_FREE:
+        # Turns are batched by their length, so each has the number of its row.
+        numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
+        for index, hits_of_turn in accuracy.measure(method, [turn for _, turn in numbered]):
+            of_row = hits[numbered[index][0]]
+            of_row.append(hits_of_turn)
+            # A row of several turns counts with its first one.
+            bar.update(int(len(of_row) == 1))
+    bar.update(sum(not turns for turns in hits.values()))  # rows without figures
     return hits

@@ -114,13 +114,12 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
     import jax
     from jax.experimental import topologies
 
-    name, options = target.topology, {}
+    options = {"topology_name": target.topology}
     if target.platform == "cuda":
-        name, options = "cuda", {"target_config": _H200, "topology": f"1x1x{count}"}
+        sizes = {"target_config": _H200, "topology": f"1x1x{count}"}
+        options = {"topology_name": "cuda"} | sizes
     try:
-        topology = topologies.get_topology_desc(
-            platform=target.platform, topology_name=name, **options
-        )
+        topology = topologies.get_topology_desc(platform=target.platform, **options)
     except Exception as error:  # plugins raise errors of every kind
         reason = reason_of(error)[:150]
         # An installed compiler for TPUs rejects an arrangement with this error.

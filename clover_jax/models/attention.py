@@ -312,13 +312,21 @@ def _read(
     chunk = policy.chunk_of(size, num_queries=math.prod(query.shape[:-1]))
     if size % chunk:
         raise ValueError(f"cache length ({size}) must be a multiple of {chunk}")
-    if size == chunk:
-        return _absorb_chunk(query, cache, 0, length, softmax, rules, policy)
+
+    def absorb(rows: KeyValue, start: Array | int, softmax: RunningSoftmax) -> RunningSoftmax:
+        # What lies beyond a row's length is garbage.
+        position = start + jnp.arange(chunk)
+        mask = (position < length[:, None])[:, None, None, None]
+        stores = policy.stores_weights
+        return absorb_rows(query, rows, mask, softmax, rules, position, stores_weights=stores)
 
     def body(index: Array, softmax: RunningSoftmax) -> RunningSoftmax:
         start = index * chunk
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=2), cache)
-        return _absorb_chunk(query, rows, start, length, softmax, rules, policy)
+        return absorb(rows, start, softmax)
+
+    if size == chunk:
+        return absorb(cache, 0, softmax)
 
     # A constant number of chunks reads padding, but the host need not wait to know how many.
     if not policy.stops_early:
@@ -327,22 +335,6 @@ def _read(
     first = 0 if rules is None else rules.first_needed(length) // chunk
     num_chunks = (jnp.max(length) + chunk - 1) // chunk
     return jax.lax.fori_loop(first, num_chunks, body, softmax)
-
-
-def _absorb_chunk(
-    query: Array,
-    rows: KeyValue,
-    start: Array | int,
-    length: Array,
-    old: RunningSoftmax,
-    rules: ScoreRules | None,
-    policy: CacheReadPolicy,
-) -> RunningSoftmax:
-    # What lies beyond a row's length is garbage.
-    position = start + jnp.arange(rows.key.shape[2])
-    live = position < length[:, None]
-    mask, stores = live[:, None, None, None], policy.stores_weights
-    return absorb_rows(query, rows, mask, old, rules, position, stores_weights=stores)
 
 
 def _scores(query: Array, key: Array, mask: Array, rules: ScoreRules | None) -> Array:

@@ -74,9 +74,6 @@ def read_cache(
     def of_query(row: Array, head: Array, part: Array, *_: Array) -> tuple:
         return row, head, part, 0
 
-    def of_stats(row: Array, head: Array, part: Array, *_: Array) -> tuple:
-        return row, head, 0, part
-
     def of_cache(row: Array, head: Array, _: Array, turn: Array, first: Array, length: Array):
         # An index that stays the same is not fetched again. (// does not lower in an index map.)
         last = jax.lax.div(jnp.maximum(length[row] - 1, 0), block)
@@ -98,7 +95,7 @@ def read_cache(
             in_specs=in_specs,
             out_specs=[
                 pl.BlockSpec((1, heads, queries, width), of_query),
-                pl.BlockSpec((1, heads, 2, queries), of_stats),
+                pl.BlockSpec((1, heads, 2, queries), lambda b, head, part, *_: (b, head, 0, part)),
             ],
             scratch_shapes=[
                 pltpu.VMEM((heads, width, queries), jnp.float32),

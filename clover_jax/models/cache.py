@@ -55,31 +55,28 @@ def init_cache(
 
 def map_key_values(function: Callable[[Any], Any], cache: PyTree) -> PyTree:
     """Apply a function to the keys and values in a cache, and leave what else lies there."""
-
     # Other state in a head's cache has no axis of positions.
-    def apply(node: Any) -> Any:
-        return jax.tree.map(function, node) if _is_key_value(node) else node
-
-    return jax.tree.map(apply, cache, is_leaf=_is_key_value)
-
-
-def _is_key_value(node: Any) -> bool:
-    return isinstance(node, KeyValue)
-
-
-def key_values(cache: PyTree) -> list[KeyValue]:
-    """Return the keys and values in a cache, or what stands for them in a tree of its structure."""
-    nodes = jax.tree.leaves(cache, is_leaf=_is_key_value)
-    return [node for node in nodes if _is_key_value(node)]
+    return _map_layers(lambda layer: jax.tree.map(function, layer), cache)
 
 
 def read_with(reader: Callable | None, cache: PyTree) -> PyTree:
     """Return a cache whose keys and values are read with a kernel; None leaves that to XLA."""
+    return _map_layers(lambda layer: layer.replace(reader=reader), cache)
 
-    def apply(node: Any) -> Any:
-        return node.replace(reader=reader) if _is_key_value(node) else node
 
-    return jax.tree.map(apply, cache, is_leaf=_is_key_value)
+def key_values(cache: PyTree) -> list[KeyValue]:
+    """Return the keys and values in a cache, or what stands for them in a tree of its structure."""
+    return list(filter(_is_key_value, jax.tree.leaves(cache, is_leaf=_is_key_value)))
+
+
+def _map_layers(function: Callable[[KeyValue], Any], cache: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda node: function(node) if _is_key_value(node) else node, cache, is_leaf=_is_key_value
+    )
+
+
+def _is_key_value(node: Any) -> bool:
+    return isinstance(node, KeyValue)
 
 
 def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:

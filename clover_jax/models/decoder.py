@@ -73,7 +73,9 @@ class SelfAttention(nn.Module):
             matrix_init(cfg.num_heads * cfg.head_dim),
             (cfg.num_kv_heads, groups, cfg.head_dim, width),
         )
-        fused = jax.lax.platform_dependent(x, qkv, tpu=_split_heads, default=_split_columns)
+        # As it is stored: flat, a TPU would re-lay it.
+        split_heads = functools.partial(contract, "btd,dkch->bkcth")
+        fused = jax.lax.platform_dependent(x, qkv, tpu=split_heads, default=_split_columns)
         if cfg.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
@@ -105,15 +107,11 @@ class SelfAttention(nn.Module):
         return rms_norm(x, scale, self.config.rms_norm_eps)
 
 
-def _split_heads(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
-    """Return [B, K, c, T, H] of `qkv` [D, K, c, H] as it is stored; flat, a TPU would re-lay it."""
-    return contract("btd,dkch->bkcth", x, qkv)
-
-
 def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
-    """Return the same by one product with a matrix: otherwise XLA for CPU transposes `qkv`.
+    """Return x times `qkv` [D, K, c, H] as [B, K, c, T, H], by one product with a matrix.
 
-    Columns stay in the order of K, so that shards of heads stay whole.
+    Otherwise XLA for CPU transposes `qkv`. Columns stay in the order of K, so that shards of heads
+    stay whole.
     """
     columns = contract("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
     return jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *qkv.shape[1:]))
@@ -262,10 +260,6 @@ def _row_logits(matrix: Float[Array, "V D"], rows: Float[Array, "R D"]) -> Float
     return jnp.einsum("rd,vd->rv", rows, matrix, preferred_element_type=jnp.float32)
 
 
-def _row_logits_forward(matrix: Array, rows: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _row_logits(matrix, rows), (matrix, rows)
-
-
 def _row_logits_backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
     # Both products in the operands' dtype, with float32 sums.
     matrix, rows = operands
@@ -276,7 +270,9 @@ def _row_logits_backward(operands: tuple[Array, Array], gradient: Array) -> tupl
     return d_matrix, d_rows
 
 
-_row_logits.defvjp(_row_logits_forward, _row_logits_backward)
+_row_logits.defvjp(
+    lambda matrix, rows: (_row_logits(matrix, rows), (matrix, rows)), _row_logits_backward
+)
 
 
 @typed

@@ -91,19 +91,16 @@ class ExpertMLP(nn.Module):
         }
 
         # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
-        way = _all if len(tokens) <= MOST_TOKENS else _many
+        given = Experts(**matrices, **biases), Routed(tokens, weight, chosen)
         if chosen.size <= min(MOST_PAIRS, number // 4):
-            way = _chosen
-        routed = Routed(tokens, weight, chosen)
-        total = way(cfg.activation, Experts(**matrices, **biases), routed)
+            total = _chosen(cfg.activation, *given)
+        elif len(tokens) <= MOST_TOKENS:
+            total = _all(cfg.activation, *given)
+        else:  # grouped products where the platform has them
+            ways = {"tpu": _grouped, "default": _all_in_parts}
+            paths = {name: functools.partial(way, cfg.activation) for name, way in ways.items()}
+            total = jax.lax.platform_dependent(*given, **paths)
         return total.astype(x.dtype).reshape(x.shape)
-
-
-def _many(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
-    """Return y with grouped products where the platform has them."""
-    ways = {"tpu": _grouped, "default": _all_in_parts}
-    paths = {name: functools.partial(way, activation) for name, way in ways.items()}
-    return jax.lax.platform_dependent(experts, routed, **paths)
 
 
 def _chosen(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:

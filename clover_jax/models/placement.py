@@ -102,15 +102,10 @@ def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
     return jax.lax.with_sharding_constraint(leaf, whole)
 
 
-def _gather_forward(whole: NamedSharding, at_rest: NamedSharding, leaf: Array):
-    return _gather(whole, at_rest, leaf), None
-
-
-def _scatter_back(whole: NamedSharding, at_rest: NamedSharding, _: None, gradient: Array):
-    return (jax.lax.with_sharding_constraint(gradient, at_rest),)
-
-
-_gather.defvjp(_gather_forward, _scatter_back)
+_gather.defvjp(
+    lambda whole, at_rest, leaf: (_gather(whole, at_rest, leaf), None),
+    lambda _, at_rest, __, gradient: (jax.lax.with_sharding_constraint(gradient, at_rest),),
+)
 
 
 def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 
@@ -15,23 +14,6 @@ Run = Callable[[], Any]  # one execution; its arrays may still be on their way
 ENOUGH = 0.005  # seconds of a turn; a shorter one would time the clock and the dispatch
 MOST_CALLS = 64
 WARM_UP = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """The median, the least and the most of repeated measurements; repeats: all of them."""
-
-    median: float
-    least: float
-    most: float
-    repeats: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Self | None:
-        """Return the spread of some values; None of none."""
-        if not values:
-            return None
-        return cls(statistics.median(values), min(values), max(values), tuple(values))
 
 
 def time_in_turns(

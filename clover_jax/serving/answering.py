@@ -44,18 +44,16 @@ class Answering(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decode and answer; raises ApiError and what the scheduler raises before it has begun."""
+
+        async def whole() -> None:
+            async with self._decoding() as updates:
+                # Nothing is sent before all is there: a failure still gets its own HTTP status.
+                ended = await self._follow_all(updates)
+            await JSONResponse(self._answers.whole(ended))(scope, receive, send)
+
         # Nothing is awaited between the endpoint's `ready` and this: `drain` waits for the request.
         with self._service.answering():
-            if self._call.streams:
-                await _unless_gone(receive, self._stream(send))
-            else:
-                await _unless_gone(receive, self._whole(scope, receive, send))
-
-    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._decoding() as updates:
-            # Nothing is sent before all is there: a failure still gets its own HTTP status.
-            ended = await self._follow_all(updates)
-        await JSONResponse(self._answers.whole(ended))(scope, receive, send)
+            await _unless_gone(receive, self._stream(send) if self._call.streams else whole())
 
     async def _stream(self, send: Send) -> None:
         writer = _EventWriter(send)
@@ -83,13 +81,13 @@ class Answering(Response):
     async def _decoding(self) -> AsyncIterator[Sequence[AsyncIterator[TurnProgress]]]:
         """Yield the updates of every ask; at the end, also after an error, all slots are freed."""
         async with contextlib.AsyncExitStack() as stack:
-            updates = []
             # All asks are queued before one is followed; where one is refused, all are withdrawn.
-            for ask in self._call.asks:
-                update = await self._scheduler.submit(ask)
-                stack.push_async_callback(update.aclose)
-                updates.append(update)
-            yield updates
+            yield [
+                await stack.enter_async_context(
+                    contextlib.aclosing(await self._scheduler.submit(ask))
+                )
+                for ask in self._call.asks
+            ]
 
     async def _follow_all(
         self, updates: Sequence[AsyncIterator[TurnProgress]], take: Take | None = None
@@ -117,7 +115,7 @@ class Answering(Response):
                 # Only streams have pieces; in other answers no client sees the first token arrive.
                 if count := sum(len(piece.ids) for piece in progress.pieces):
                     if last_tokens is None:
-                        metrics.first_tokens(seconds_since(self._started))
+                        metrics.first_token.observe(seconds_since(self._started))
                     else:
                         metrics.later_tokens(count, seconds_since(last_tokens))
                     last_tokens = time.perf_counter()
@@ -162,8 +160,12 @@ class _Gone(Exception):
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Await work, or cancel it when the client goes away."""
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_until_gone(receive))
+
+    async def until_gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
     try:
         # uvicorn drops what is sent to a client that has gone; only a received message tells.
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -175,11 +177,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def as_api_error(error: Exception) -> ApiError:

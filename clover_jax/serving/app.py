@@ -21,7 +21,7 @@ from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error
-from clover_jax.serving.body import ApiError, read_object
+from clover_jax.serving.body import RETRY, ApiError, read_object
 from clover_jax.serving.requests import (
     Call,
     Served,
@@ -51,6 +51,22 @@ Read = Callable[[Mapping[str, Any], Served, str], Call]
 
 def make_app(service: Service) -> Starlette:
     """Return the application that answers for a service."""
+
+    async def health(request: Request) -> Response:
+        scheduler = service.ready().scheduler
+        if not scheduler.compiled.done():
+            counts = f"{scheduler.num_compiled} of {scheduler.num_programs} programs are ready"
+            message = f"compiling, {counts}; requests are answered, but may wait"
+            raise ApiError(message, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        # Open to all, also while the model loads: collectors of figures have no key.
+        return Response(service.metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+
+    async def page(request: Request) -> Response:
+        return FileResponse(PAGE, headers=_PAGE_HEADERS)
+
     routes = [
         Route("/v1/completions", _answers(read_completion), methods=["POST"]),
         Route("/v1/chat/completions", _answers(read_chat), methods=["POST"]),
@@ -58,11 +74,11 @@ def make_app(service: Service) -> Starlette:
         Route("/v1/models/{name:path}", _model),
         Route("/tokenize", _tokenize, methods=["POST"]),
         Route("/detokenize", _detokenize, methods=["POST"]),
-        Route("/health", _health),
-        Route("/metrics", _metrics),
+        Route("/health", health),
+        Route("/metrics", metrics),
     ]
     if service.options.page:
-        routes.append(Route("/", _page))
+        routes.append(Route("/", page))
 
     # No page of another origin may call the server unless its user has said so.
     origins = service.options.allowed_origins
@@ -75,12 +91,8 @@ def make_app(service: Service) -> Starlette:
     app = Starlette(
         routes=routes,
         middleware=[cors] if origins else [],
-        exception_handlers={
-            HTTPException: _refuse,
-            ApiError: _refuse,
-            UserError: _refuse,
-            Exception: _refuse,  # a bug: starlette raises it again, and uvicorn logs it
-        },
+        # Any other exception is a bug: starlette raises it again, and uvicorn logs it.
+        exception_handlers=dict.fromkeys((HTTPException, ApiError, UserError, Exception), _refuse),
     )
     app.router.redirect_slashes = False
     app.state.service = service
@@ -168,20 +180,6 @@ async def _detokenize(request: Request) -> Response:
     if largest >= vocab_size:
         raise ApiError(f"tokens must lie in 0 .. {vocab_size - 1}, not {largest}", param="tokens")
     return JSONResponse({"prompt": await asyncio.to_thread(ready.texts.decode, asked.tokens)})
-
-
-async def _health(request: Request) -> Response:
-    _service(request).check_health()
-    return JSONResponse({"status": "ok"})
-
-
-async def _metrics(request: Request) -> Response:
-    # Open to all, also while the model loads: collectors of figures have no key.
-    return Response(_service(request).metrics.text(), headers={"Content-Type": _METRICS_TYPE})
-
-
-async def _page(request: Request) -> Response:
-    return FileResponse(PAGE, headers=_PAGE_HEADERS)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

@@ -15,6 +15,8 @@ from clover_jax.data.records import shown
 
 BODY_SECONDS = 30.0  # for a whole body to arrive
 _PATIENCE = 8  # times the limit that are read of a body that is refused
+# Seconds until a full queue may have room, and a server or one in its place may be ready.
+RETRY = {"Retry-After": "5"}
 _CLOSE = {"Connection": "close"}  # the rest of a refused body must not be read as a request
 
 # How OpenAI names the kinds; clients choose what to raise by the status.
@@ -74,14 +76,10 @@ async def read_object(
     # A slow or endless body costs no more than these seconds and bytes.
     try:
         async with asyncio.timeout(seconds):
-            body = await _read(request, max_bytes)
+            return parse_object(await _read(request, max_bytes))
     except TimeoutError:
-        raise ApiError(
-            f"the body did not arrive within {seconds:g} s",
-            HTTPStatus.REQUEST_TIMEOUT,
-            headers=_CLOSE,
-        ) from None
-    return parse_object(body)
+        message = f"the body did not arrive within {seconds:g} s"
+        raise ApiError(message, HTTPStatus.REQUEST_TIMEOUT, headers=_CLOSE) from None
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
@@ -98,11 +96,8 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except ClientDisconnect:
         raise ApiError("the client went away before its body ended", headers=_CLOSE) from None
     if length > max_bytes:
-        raise ApiError(
-            f"the body is longer than {max_bytes} bytes; ask for less at once",
-            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            headers=_CLOSE,
-        )
+        message = f"the body is longer than {max_bytes} bytes; ask for less at once"
+        raise ApiError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, headers=_CLOSE)
     return bytes(body)
 
 
@@ -111,10 +106,19 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Stricter than Python: no NaN, and no key twice, of which readers would take different ones.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for name, count in collections.Counter(name for name, _ in pairs).most_common(1):
+            if count > 1:
+                raise ApiError(f"the key {shown(name)} is there twice", param=name)
+        return dict(pairs)
+
+    def refuse(constant: str) -> NoReturn:
+        raise ApiError(f"{constant} is no number in JSON")
+
     try:
-        value = json.loads(
-            body.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant
-        )
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except UnicodeDecodeError as error:
         raise ApiError(f"the body is not UTF-8 text: {error.reason} at {error.start}") from None
     except RecursionError:
@@ -124,16 +128,3 @@ def parse_object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ApiError(f"the body must be a JSON object, not {shown(value)}")
     return value
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        # Fewer keys than pairs: the most common key is there more than once.
-        (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
-        raise ApiError(f"the key {shown(twice)} is there twice", param=twice)
-    return value
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ApiError(f"{name} is no number in JSON")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -59,49 +58,34 @@ class Metrics:
         self._is_drafting = is_drafting
 
         # How busy it is, and how long clients wait.
-        self._running = self._gauge("num_requests_running", "requests that are decoded")
-        self._waiting = self._gauge("num_requests_waiting", "requests that wait for a slot")
-        self._first = self._histogram(
-            "time_to_first_token_seconds", "until a stream's first token", _REQUEST_SECONDS
+        self.running = self._figure(Gauge, "num_requests_running", "requests that are decoded")
+        self.waiting = self._figure(Gauge, "num_requests_waiting", "requests that wait for a slot")
+        self.first_token = self._seconds(
+            "time_to_first_token", "until a stream's first token", _REQUEST_SECONDS
         )
-        self._between = self._histogram(
-            "inter_token_latency_seconds", "between two tokens of a stream", _TOKEN_SECONDS
+        self._between = self._seconds(
+            "inter_token_latency", "between two tokens of a stream", _TOKEN_SECONDS
         )
-        self._whole = self._histogram(
-            "e2e_request_latency_seconds", "until an answer's end", _REQUEST_SECONDS
+        self._whole = self._seconds(
+            "e2e_request_latency", "until an answer's end", _REQUEST_SECONDS
         )
 
         # What was answered.
-        self._prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
-        self._new_tokens = self._counter("generation_tokens", "tokens of answers")
-        self._ended = Counter(
-            _OURS + "request_success",
-            "answers, by what ended them",
-            ["model_name", "finished_reason"],
-            registry=self._registry,
+        self._prompt_tokens = self._figure(Counter, "prompt_tokens", "tokens of prompts")
+        self._new_tokens = self._figure(Counter, "generation_tokens", "tokens of answers")
+        self._ended = self._counter_by(
+            "finished_reason", "request_success", "answers, by what ended them"
         )
 
         # Drafts: 1 + accepted / drafts is tau.
-        self._drafts = self._counter("spec_decode_num_drafts", "forwards that verified drafts")
-        self._drafted = self._counter("spec_decode_num_draft_tokens", "drafted tokens, verified")
-        self._accepted = self._counter(
-            "spec_decode_num_accepted_tokens", "tokens beyond one a forward"
+        drafts = "spec_decode_num_"
+        self._drafts = self._figure(Counter, drafts + "drafts", "forwards that verified drafts")
+        self._drafted = self._figure(Counter, drafts + "draft_tokens", "drafted tokens, verified")
+        accepted = drafts + "accepted_tokens"
+        self._accepted = self._figure(Counter, accepted, "tokens beyond one a forward")
+        self._accepted_at = self._counter_by(
+            "position", accepted + "_per_pos", "forwards that gave a token beyond one, by its place"
         )
-        self._accepted_at = Counter(
-            _OURS + "spec_decode_num_accepted_tokens_per_pos",
-            "forwards that gave a token beyond one, by its place",
-            ["model_name", "position"],
-            registry=self._registry,
-        )
-
-    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
-        """Ask these functions for the requests that run and wait whenever figures are wanted."""
-        self._running.set_function(running)
-        self._waiting.set_function(waiting)
-
-    def first_tokens(self, seconds: float) -> None:
-        """Count the first tokens of a stream, `seconds` after its request."""
-        self._first.observe(seconds)
 
     def later_tokens(self, count: int, seconds: float) -> None:
         """Count more tokens of a stream, `seconds` after those before them."""
@@ -133,27 +117,22 @@ class Metrics:
             self._accepted_at.labels(self._model, str(position)).inc(reached)
 
     def aborted(self) -> None:
-        """Count an answer whose client has disconnected."""
         self._ended.labels(self._model, "abort").inc()
 
     def totals(self) -> dict[str, Any]:
         """Return the sums for the end of a run; tau is None where nothing was drafted."""
         name = {"model_name": self._model}
-        tokens, new, drafts, accepted = (
-            self._registry.get_sample_value(f"{_OURS}{figure}_total", name) or 0
-            for figure in (
-                "prompt_tokens",
-                "generation_tokens",
-                "spec_decode_num_drafts",
-                "spec_decode_num_accepted_tokens",
-            )
-        )
-        # Answers that were given up on have no latency.
-        answers = self._registry.get_sample_value(f"{_OURS}e2e_request_latency_seconds_count", name)
+
+        def total(figure: str) -> float:
+            return self._registry.get_sample_value(_OURS + figure, name) or 0
+
+        drafts = total("spec_decode_num_drafts_total")
+        accepted = total("spec_decode_num_accepted_tokens_total")
         return {
-            "answers": int(answers or 0),
-            "prompt_tokens": int(tokens),
-            "tokens": int(new),
+            # Answers that were given up on have no latency.
+            "answers": int(total("e2e_request_latency_seconds_count")),
+            "prompt_tokens": int(total("prompt_tokens_total")),
+            "tokens": int(total("generation_tokens_total")),
             "tau": round(1 + accepted / drafts, 4) if drafts else None,
         }
 
@@ -163,15 +142,12 @@ class Metrics:
         ours = generate_latest(self._registry).decode()
         return (ours + _NAME.sub(rf"\1{_THEIRS}", ours)).encode()
 
-    def _gauge(self, name: str, help: str) -> Gauge:
-        gauge = Gauge(_OURS + name, help, ["model_name"], registry=self._registry)
-        return gauge.labels(self._model)
+    def _figure(self, kind: type, name: str, help: str, **options: Any) -> Any:
+        figure = kind(_OURS + name, help, ["model_name"], registry=self._registry, **options)
+        return figure.labels(self._model)
 
-    def _counter(self, name: str, help: str) -> Counter:
-        counter = Counter(_OURS + name, help, ["model_name"], registry=self._registry)
-        return counter.labels(self._model)
+    def _seconds(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+        return self._figure(Histogram, f"{name}_seconds", help, buckets=bounds)
 
-    def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        names = ["model_name"]
-        histogram = Histogram(_OURS + name, help, names, registry=self._registry, buckets=bounds)
-        return histogram.labels(self._model)
+    def _counter_by(self, label: str, name: str, help: str) -> Counter:
+        return Counter(_OURS + name, help, ["model_name", label], registry=self._registry)

@@ -90,7 +90,6 @@ class ServeOptions:
 
     @property
     def model_name(self) -> str:
-        """The model's name in the API."""
         return self.served_model_name or self.spec.base
 
     def model_len(self, context: int) -> int:

@@ -19,7 +19,6 @@ from clover_jax.serving.shapes import (
     validated,
 )
 
-_RETRY = {"Retry-After": "5"}  # seconds until a full queue may have room
 _SEEDS = 2**32  # keys have 32 bits; OpenAI's seeds have 64
 _COMPLETION_TOKENS = 16  # at most, by default
 
@@ -79,30 +78,6 @@ class Ask:
         source = self.prompt.source
         raise ApiError(
             f"{source}: {num_tokens} tokens {words}", param=source, code="context_length_exceeded"
-        )
-
-
-class Overloaded(ApiError):
-    """The queue is full."""
-
-    def __init__(self):
-        super().__init__(
-            "too many requests are waiting; try again later",
-            HTTPStatus.TOO_MANY_REQUESTS,
-            code="rate_limit_exceeded",
-            headers=_RETRY,
-        )
-
-
-class TimeLimit(ApiError):
-    """A request took longer than it may."""
-
-    def __init__(self):
-        # Clients would try again, and wait as long for the same.
-        super().__init__(
-            "the answer took longer than the server allows; ask for fewer tokens",
-            HTTPStatus.GATEWAY_TIMEOUT,
-            headers={"x-should-retry": "false"},
         )
 
 

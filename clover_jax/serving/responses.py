@@ -61,10 +61,8 @@ class Answers(abc.ABC):
         choices = []
         for index, progress in enumerate(ended):
             # With echo, prompt and answer are one text with one list of scores.
-            scored = [
-                *self._scored_prompt(index, progress),
-                *self._scored(progress, 0, progress.turn.output_ids),
-            ]
+            scored = self._scored_prompt(index, progress)
+            scored += self._scored(progress, 0, progress.turn.output_ids)
             answer = "" if self.call.no_output else progress.turn.text or ""
             logprobs = self._logprobs(index, scored) if self._wants_scores else None
             message = self._message(self._prompt_text(index) + answer)
@@ -294,5 +292,5 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     if not pieces:
         return []
     ids = [id_ for piece in pieces for id_ in piece.ids]
-    text, last = "".join(piece.text for piece in pieces), pieces[-1]
-    return [Piece(last.forward, ids, text, is_settled=last.is_settled)]
+    text = "".join(piece.text for piece in pieces)
+    return [pieces[-1]._replace(ids=ids, text=text, is_copied=False)]

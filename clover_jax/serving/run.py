@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import json
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
@@ -24,7 +27,7 @@ from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.serving.app import make_app
-from clover_jax.serving.connections import Protocol
+from clover_jax.serving.body import ApiError
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Served
 from clover_jax.serving.scheduler import Scheduler
@@ -35,6 +38,7 @@ T = TypeVar("T")
 
 _BACKLOG = 2048  # connections that the system keeps while the loop is busy
 _KEEP_ALIVE_SECONDS = 30
+HEAD_SECONDS = 30.0  # for the head of a request to arrive
 _HEAD_BYTES = 2**15  # of a request's line and headers
 
 
@@ -127,7 +131,7 @@ def _server(service: Service) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             make_app(service),
-            http=Protocol,
+            http=_Protocol,
             ws="none",
             lifespan="off",
             # Only what is a bug is logged, with its traceback; never a request.
@@ -149,43 +153,83 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Protocol(H11Protocol):
+    """uvicorn's protocol; it closes a connection whose next request does not begin in time."""
+
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget_head()
+
+    def _watch_head(self) -> None:
+        # Between two requests uvicorn has its own limit, which the first byte ends.
+        if self.cycle is not None and not self.cycle.response_complete:
+            # The head of this request is complete; body and answer have limits of their own.
+            self._forget_head()
+        elif self._head_timer is None:
+            # Later bytes do not restart the timer: slow ones would hold the connection.
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _forget_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse bytes that are not HTTP, in the form of all other refusals."""
+        # After the beginning of another answer there is no place for this one.
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(ApiError(msg).body()).encode()
+            headers = [
+                ("Content-Type", "application/json"),
+                ("Content-Length", str(len(body))),
+                ("Connection", "close"),
+            ]
+            response = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+            for part in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
+
+
 def _start(options: ServeOptions) -> Ready:
     """Load the models, and start the schedulers of the server's draft and of other drafts."""
     models, scheduler = _load(options)
-    scheduler.start()
+    alone = dataclasses.replace(options, batch_size=1, draft_sampling="auto")
     with exact_matmuls(str(models.dtype)):
         others = {
-            draft: Scheduler(
-                other,
-                dataclasses.replace(options, batch_size=1, draft_sampling="auto"),
-                compiles_ahead=False,
-            )
+            draft: Scheduler(other, alone, compiles_ahead=False)
             for draft, other in _to_compare_with(models, options).items()
         }
-    for other in others.values():
-        other.start()
+
+    for each in (scheduler, *others.values()):
+        each.start()
     served = Served(options.model_name, scheduler.context, options.max_waiting)
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 
 def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
-    """Return the models and their scheduler."""
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
             models = load(spec)
-        for notice in (shape_notice(spec.base), quantization_notice(spec.int8)):
-            say(notice)
-
+        say(shape_notice(spec.base))
+        say(quantization_notice(spec.int8))
         keep_freed_memory()  # from here on: what loading has freed goes back to the system
         return models, Scheduler(models, options)
 
 
 def _advice_on_memory(options: ServeOptions) -> contextlib.AbstractContextManager[None]:
-    return advise_on_memory(
-        f"decode {options.batch_size} requests at once",
-        "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
-    )
+    advice = "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16"
+    return advise_on_memory(f"decode {options.batch_size} requests at once", advice)
 
 
 def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
@@ -197,11 +241,10 @@ def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]
     if not options.page or models.draft is None or process_count() > 1:
         return {}
     # The base's weights are shared; only caches are made for each.
-    plain = models.plain()
-    compared = {NO_DRAFT: plain}
+    compared = {NO_DRAFT: models.plain()}
     if options.spec.draft != "lookup":
         lookup = dataclasses.replace(options.spec, draft="lookup", tree=None, copy=0)
-        compared["lookup"] = load(lookup, plain)
+        compared["lookup"] = load(lookup, compared[NO_DRAFT])
     return compared
 
 

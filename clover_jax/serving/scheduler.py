@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Generic, NamedTuple, TypeVar
 
 from clover_jax.decoding.engine import Engine
@@ -37,15 +38,15 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.serving.body import RETRY, ApiError
 from clover_jax.serving.options import ServeOptions
-from clover_jax.serving.requests import Ask, Overloaded, TimeLimit
+from clover_jax.serving.requests import Ask
 
 MOST_STEPS = 8  # from one look at the queue to the next
 MOST_WAITED = 4  # steps: how long rows that decode may wait while several prompts are read
 IDLE_SECONDS = 10  # how often the primary sends the others an empty iteration without requests
 # How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
-
 
 Job = TypeVar("Job")
 
@@ -64,7 +65,6 @@ class FairQueue(Generic[Job]):
         return itertools.chain.from_iterable(self._jobs.values())
 
     def push(self, client: str, job: Job) -> None:
-        """Add a job after the others of its client."""
         self._jobs.setdefault(client, collections.deque()).append(job)
 
     def pop(self) -> Job:
@@ -76,7 +76,6 @@ class FairQueue(Generic[Job]):
         return job
 
     def discard(self, client: str, job: Job) -> None:
-        """Remove a job if it waits."""
         jobs = self._jobs.get(client)
         if jobs and job in jobs:
             jobs.remove(job)
@@ -178,17 +177,14 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Rows that are read or decoded."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Rows that wait for a slot."""
         return len(self._waiting)
 
     @property
     def num_compiled(self) -> int:
-        """How many of `num_programs` are compiled."""
         return self.num_programs - len(self._uncompiled)
 
     def compile_seconds(self, start: float) -> float:
@@ -200,13 +196,12 @@ class Scheduler:
         return time.perf_counter() - start - self.compile_seconds(start)
 
     def start(self) -> None:
-        """Begin to decode, and to compile."""
         self._thread.start()
 
     async def submit(self, ask: Ask) -> Updates:
         """Put an ask into the queue and return its updates.
 
-        Raises UserError for what cannot be decoded, Overloaded while too many wait.
+        Raises UserError for what cannot be decoded, ApiError while too many wait.
         """
         self._check_room()
         # A long prompt takes a while to tokenize; the event loop must not wait for it.
@@ -221,7 +216,12 @@ class Scheduler:
 
     def _check_room(self) -> None:
         if self.num_waiting >= self._options.max_waiting:
-            raise Overloaded
+            raise ApiError(
+                "too many requests are waiting; try again later",
+                HTTPStatus.TOO_MANY_REQUESTS,
+                code="rate_limit_exceeded",
+                headers=RETRY,
+            )
 
     async def close(self) -> None:
         """End the engine's thread; rows that still run get no further tokens.
@@ -245,7 +245,6 @@ class Scheduler:
             raise self._failure
 
     def cancel(self, job: _Job) -> None:
-        """Cancel a job, in the queue or in its slot."""
         with self._changed:
             self._waiting.discard(job.ask.client, job)
             self._cancelled.add(job)
@@ -365,7 +364,7 @@ class Scheduler:
             if job := self._begun.get(new.slot):
                 # A message costs time of the event loop; on a CPU that is the device's time, too.
                 job.kept.append(new)
-                if new.is_last or job.row.is_followed:
+                if new.is_last or job.ask.watched_by or job.ask.settings.stop:
                     self._tell(job, job.kept)
                     job.kept = []
         self._begun = dict(self._running)
@@ -405,17 +404,19 @@ class Updates:
         return self
 
     async def __anext__(self) -> TurnProgress:
-        """Wait for more.
-
-        Raises TimeLimit when the time is up, RuntimeError where the engine has failed.
-        """
+        """Wait for more; raises ApiError when the time is up, RuntimeError for a failed engine."""
         while not self._has_ended:
             try:
                 async with asyncio.timeout_at(self._deadline):
                     news = await self._job.news.get()
             except TimeoutError:
                 await self.aclose()
-                raise TimeLimit from None
+                # Clients would try again, and wait as long for the same.
+                raise ApiError(
+                    "the answer took longer than the server allows; ask for fewer tokens",
+                    HTTPStatus.GATEWAY_TIMEOUT,
+                    headers={"x-should-retry": "false"},
+                ) from None
             if isinstance(news, Exception):
                 raise RuntimeError("the engine has failed") from news
 

@@ -17,14 +17,12 @@ from starlette.requests import Request
 
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.spec import NO_DRAFT
-from clover_jax.serving.body import ApiError
+from clover_jax.serving.body import RETRY, ApiError
 from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Served
 from clover_jax.serving.scheduler import Scheduler
 from clover_jax.serving.token_texts import TokenTexts
-
-_RETRY = {"Retry-After": "5"}  # seconds until this server, or one in its place, may be ready
 
 
 class Ready(NamedTuple):
@@ -41,7 +39,6 @@ class Ready(NamedTuple):
 
     @property
     def schedulers(self) -> list[Scheduler]:
-        """All schedulers, the server's own first."""
         return [self.scheduler, *self.others.values()]
 
     def scheduler_with(self, draft: str | None) -> Scheduler:
@@ -70,7 +67,7 @@ class Service:
         """Begin without models; raises UserError for keys that cannot be."""
         self.options, self.created = options, int(time.time())
         self.metrics = Metrics(options.model_name, options.spec.draft != NO_DRAFT)
-        self._keys = [_digest(key.encode()) for key in options.api_keys()]
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in options.api_keys()]
         self._ready: Ready | None = None
         self.is_needed = asyncio.Event()
         # Requests that are being answered: `drain` waits until there are none.
@@ -81,20 +78,43 @@ class Service:
     def open(self, ready: Ready) -> None:
         """Admit requests from now on; some may wait until a program is compiled."""
         self._ready = ready
-        self.metrics.watch_queue(
-            lambda: sum(each.num_running for each in ready.schedulers),
-            lambda: sum(each.num_waiting for each in ready.schedulers),
-        )
+        # Figures are asked for whenever they are wanted.
+        running, waiting = self.metrics.running, self.metrics.waiting
+        running.set_function(lambda: sum(each.num_running for each in ready.schedulers))
+        waiting.set_function(lambda: sum(each.num_waiting for each in ready.schedulers))
 
     @property
     def needs_key(self) -> bool:
-        """Whether a request must bring a key."""
         return bool(self._keys)
 
     def admit(self, request: Request) -> Ready:
-        """Admit a request; raises ApiError for one without a key, and where nothing can answer."""
-        self._check_host(request)
-        self._check_key(request)
+        """Admit a request; raises ApiError for a foreign page or key, and where nothing can answer.
+
+        A page elsewhere may have pointed its own name at this machine.
+        """
+        # A browser always sends the host name that it used.
+        name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
+        # A key is protection enough, and an address in the network may be reached by any name.
+        is_open = self.needs_key or not is_loopback(self.options.host)
+        if not is_open and not is_loopback(name.strip("[]")):
+            raise ApiError(
+                f"without --api_key, a server at {self.options.host} answers to localhost only, "
+                f"and the request is for {name!r}",
+                HTTPStatus.FORBIDDEN,
+                param="Host",
+            )
+
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        # Digests have one length, and all are compared, so the time does not depend on the key.
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        is_known = [hmac.compare_digest(digest, known) for known in self._keys]
+        if self.needs_key and not (kind.lower() == "bearer" and any(is_known)):
+            raise ApiError(
+                "a key is needed, and this is none of those: send Authorization: Bearer KEY",
+                HTTPStatus.UNAUTHORIZED,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         return self.ready()
 
     def ready(self) -> Ready:
@@ -109,18 +129,7 @@ class Service:
             reason = "the server has failed; its log says why"
         else:
             return self._ready
-        raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=_RETRY)
-
-    def check_health(self) -> None:
-        """Raise ApiError while a request would be refused, or might wait for compilation."""
-        scheduler = self.ready().scheduler
-        if not scheduler.compiled.done():
-            counts = f"{scheduler.num_compiled} of {scheduler.num_programs} programs are ready"
-            raise ApiError(
-                f"compiling, {counts}; requests are answered, but may wait",
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                headers=_RETRY,
-            )
+        raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=RETRY)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
@@ -140,37 +149,6 @@ class Service:
         # New requests are refused first: none may begin while the last ones are waited for.
         self._is_draining = True
         await self._all_answered.wait()
-
-    def _check_key(self, request: Request) -> None:
-        kind, _, key = request.headers.get("authorization", "").partition(" ")
-        # Digests have one length, and all are compared, so the time does not depend on the key.
-        digest = _digest(key.strip().encode())
-        is_known = [hmac.compare_digest(digest, known) for known in self._keys]
-        if self.needs_key and not (kind.lower() == "bearer" and any(is_known)):
-            raise ApiError(
-                "a key is needed, and this is none of those: send Authorization: Bearer KEY",
-                HTTPStatus.UNAUTHORIZED,
-                code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-
-    def _check_host(self, request: Request) -> None:
-        """Raise ApiError for a page elsewhere that has pointed its own name at this machine."""
-        # A browser always sends the host name that it used.
-        name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
-        # A key is protection enough, and an address in the network may be reached by any name.
-        is_open = self.needs_key or not is_loopback(self.options.host)
-        if not is_open and not is_loopback(name.strip("[]")):
-            raise ApiError(
-                f"without --api_key, a server at {self.options.host} answers to localhost only, "
-                f"and the request is for {name!r}",
-                HTTPStatus.FORBIDDEN,
-                param="Host",
-            )
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 def is_loopback(host: str) -> bool:

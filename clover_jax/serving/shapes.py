@@ -21,45 +21,26 @@ MOST_CHOICES = 128  # of `n`
 MOST_LOGPROBS = 20
 MOST_STOPS = 64
 
-# A field that is not done here -> the values that ask for nothing, beside null.
-_NOT_DONE: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_choice": ([],),
-    "guided_grammar": ("",),
-    "guided_json": ({}, ""),
-    "guided_regex": ("",),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "min_p": (0,),
-    "modalities": (["text"], []),
-    "presence_penalty": (0,),
-    "prompt_embeds": (),
-    "prompt_logprobs": (0,),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "web_search_options": (),
-}
+# Fields that are not done here, by the values of theirs that ask for nothing (as null does).
+_BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
+    ((), "audio chat_template prompt_embeds truncate_prompt_tokens web_search_options"),
+    (([],), "allowed_token_ids bad_words documents functions guided_choice logits_processors"),
+    (([],), "stop_token_ids tools"),
+    (({},), "chat_template_kwargs structured_outputs"),
+    (("",), "guided_grammar guided_regex suffix"),
+    (({}, ""), "guided_json"),
+    ((0,), "frequency_penalty min_p presence_penalty prompt_logprobs"),
+    ((1,), "length_penalty repetition_penalty typical_p"),
+    ((True,), "add_generation_prompt add_special_tokens skip_special_tokens"),
+    ((False,), "continue_final_message include_stop_str_in_output use_beam_search"),
+    (("none", "auto"), "function_call tool_choice"),
+    ((["text"], []), "modalities"),
+    (({"type": "text"},), "response_format"),
+]
+# In alphabetical order, in which they are refused.
+_NOT_DONE = dict(
+    sorted((name, neutral) for neutral, names in _BY_NEUTRAL_VALUES for name in names.split())
+)
 _NOT_DONE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "function_call": (),
@@ -250,17 +231,14 @@ def _refuse_not_done(
     for name, harmless in not_done.items():
         value = values.get(name)
         # Null and a neutral value ask for nothing, and clients often send them.
-        if value is None or any(_is_same(value, other) for other in harmless):
+        is_bool = isinstance(value, bool)  # True equals 1 in Python
+        same = (value == other and isinstance(other, bool) == is_bool for other in harmless)
+        if value is None or any(same):
             continue
         instead = f", or give {shown(harmless[0])}" if harmless else ""
         raise ApiError(
             f"{within}{name} is not supported here: leave it out{instead}", param=within + name
         )
-
-
-def _is_same(value: Any, other: Any) -> bool:
-    # True equals 1 in Python.
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:

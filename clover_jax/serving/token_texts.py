@@ -55,7 +55,6 @@ class TokenTexts:
         return [alphabet[c] for c in name] if all(c in alphabet for c in name) else None
 
     def is_text(self, id_: int) -> bool:
-        """Return whether a token is a part of the text."""
         return self._tokenizer is not None and id_ not in self._special
 
     def added(self, id_: int, is_start: bool) -> bytes:
@@ -70,7 +69,6 @@ class TokenTexts:
         return str(self._known().convert_ids_to_tokens(id_))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text."""
         return list(self._known()(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -116,6 +114,5 @@ def _byte_alphabet() -> dict[str, int]:
     """
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
+    named = [*printable, *range(256, 256 + len(others))]
+    return dict(zip(map(chr, named), [*printable, *others], strict=True))

@@ -21,7 +21,6 @@ from clover_jax.evaluation.equality import (
     NEAR_TIE,
     Divergence,
     compare_rows,
-    first_difference,
     summarize,
 )
 from clover_jax.evaluation.plan import Method
@@ -39,16 +38,11 @@ def row(*outputs, index=3):
     return {"index": index, "output_ids": turns, **columns}
 
 
-def test_the_example():
-    assert first_difference([5, 6], [5, 6, 7]) == 2
-    assert first_difference([5, 6], [5, 6]) is None
-
-
 def test_the_first_difference_of_a_row_counts():
     found = compare_rows(row([1, 2], [3, 4, 9]), row([1, 2], [3, 5, 8]))
     assert found == [Divergence(3, turn=1, position=1, expected=5, found=4)]
     (ended,) = compare_rows(row([1]), row([1, 2]))
-    assert (ended.expected, ended.found) == (2, None)
+    assert (ended.position, ended.expected, ended.found) == (1, 2, None)
 
 
 def test_a_row_without_text_is_not_compared():

@@ -26,7 +26,7 @@ def row(output_ids, accepted, prompt=(1, 2), ranks=None, num_cut=0, proposed=3):
 def tally(*rows, depth=3):
     result = Tally(depth)
     for one in rows:
-        result.add(one)
+        result.add_row(one)
     return result
 
 

@@ -11,7 +11,9 @@ from clover_jax.serving.metrics import Metrics
 def ended(accepted, num_tokens, reason="length"):
     """Return the end of an answer that a limit cut after some tokens."""
     ids = list(range(num_tokens))
-    row = Generation(0, [1, 2], ids, accepted, [5] * len(accepted), finish_reason=reason)
+    row = Generation(
+        0, [1, 2], ids, accepted=accepted, proposed=[5] * len(accepted), finish_reason=reason
+    )
     turn = Turn([1, 2], ids, "", accepted, len(accepted), row.tau, 0.0, reason)
     return TurnProgress(turn, row, [], True, 0)
 
@@ -66,7 +68,8 @@ def test_a_name_of_ours_in_a_label_stays():
 
 def test_the_queue_is_asked_when_figures_are():
     metrics, waiting = Metrics("m"), [3]
-    metrics.watch_queue(lambda: 2, lambda: waiting[0])
+    metrics.running.set_function(lambda: 2)
+    metrics.waiting.set_function(lambda: waiting[0])
     waiting[0] = 4
     scraped = figures(metrics)
     assert scraped['vllm:num_requests_running{model_name="m"}'] == 2
@@ -79,7 +82,7 @@ def test_endings_and_times_are_counted():
     metrics.ended(ended([1], 3, "stop"), 1.0)
     metrics.ended(ended([1], 3), 1.0)
     metrics.aborted()
-    metrics.first_tokens(0.2)
+    metrics.first_token.observe(0.2)
     metrics.later_tokens(4, 0.4)
     scraped = figures(metrics)
     reasons = {

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from clover_jax.serving import connections
+from clover_jax.serving import run
 from tests.serving.asking import GREEDY, JSON, refused, text, whole
 from tests.serving.conftest import KEY, MESSAGES
 from tests.serving.test_requests import BAD_CHATS, BAD_COMPLETIONS
@@ -100,7 +100,7 @@ def test_what_is_no_http_is_refused_in_the_same_form(server, client, sent):
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
 def test_a_head_that_does_not_come_is_not_waited_for(server, client, monkeypatch, sent):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.2)
     with socket.create_connection(server.address) as connection:
         connection.settimeout(30)
         connection.sendall(sent)
@@ -109,7 +109,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(server, client, monkeypatch
 
 
 def test_a_head_that_comes_byte_by_byte_has_no_longer(server, monkeypatch):
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.2)
     with socket.create_connection(server.address) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
         connection.settimeout(0.01)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.decoding.cache_reading import read_by_cudnn
 from clover_jax.models.attention import attend
-from clover_jax.models.attention_cudnn import read_cache
 from clover_jax.models.cache import KeyValue
 
 
@@ -22,6 +22,6 @@ def test_rows_of_any_length_are_read_as_xla_reads_them():
     cache = jax.tree.map(lambda x: x.at[:2, :, 1:].set(1e4), cache)
 
     by_xla = attend(query, fresh, mask, cache, length)
-    cache = cache.replace(reader=lambda *given: read_cache(*given[:3], implementation="xla"))
+    cache = cache.replace(reader=lambda *given: read_by_cudnn(*given[:3], implementation="xla"))
     by_kernel = attend(query, fresh, mask, cache, length)
     np.testing.assert_allclose(by_kernel, by_xla, atol=1e-6)
