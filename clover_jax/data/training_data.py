@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.data.corpus import builtin_documents
+from clover_jax.data.forms import is_row, parse_row
 from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
 from clover_jax.data.records import (
-    READ_FIELDS,
     Record,
     Text,
     data_hash,
-    is_row,
     json_hash,
     open_rows,
     parse_line,
-    parse_row,
     plain_name,
     split_by_hash,
     tell_unread,
@@ -256,13 +254,9 @@ def _parse_rows(
     for source, row in rows:
         try:
             value = parse_line(row, source) if isinstance(row, bytes) else row
-            records = parse_row(value, source)
+            yield from parse_row(value, source, unread)
         except UserError as error:
             refused[source] = error
-            continue
-        # For a refused row only the mistake is reported, not its ignored fields.
-        unread.update(value.keys() - READ_FIELDS)
-        yield from records
 
     if refused:
         first, *others = refused

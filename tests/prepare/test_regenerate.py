@@ -8,10 +8,11 @@ import pytest
 from clover_jax import cli, prepare
 from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prepared import PreparedSamples
-from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
+from clover_jax.data.records import Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from clover_jax.training.prepare_run import _prompt
+from tests.data.conversations import conversation
 from tests.killed_processes import lines_in, run_through_kills
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE
@@ -128,7 +129,7 @@ def test_what_the_base_is_asked_keeps_the_system_and_joins_what_one_side_says(tm
         *(("system", "be nice"), ("assistant", "welcome"), ("user", "a"), ("user", "b")),
         *(("assistant", "x"), ("user", "c")),
     )
-    prompt = _prompt(3, Conversation("f", messages))
+    prompt = _prompt(3, conversation("f", messages))
     assert prompt.turns == ("a\nb", "c")
     tokenizer = load_tokenizer(Path(save_tiny_base(tmp_path / "base")))
     ids = encode_prompt(prompt, tokenizer, 300, ["ANSWER"])
@@ -142,4 +143,4 @@ def test_token_rows_are_asked_what_came_before_their_first_answer():
 
 def test_a_conversation_without_a_question_is_refused():
     with pytest.raises(UserError, match="nobody asks anything"):
-        _prompt(0, Conversation("f", (("assistant", "hi"),)))
+        _prompt(0, conversation("f", (("assistant", "hi"),)))
