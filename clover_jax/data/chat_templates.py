@@ -25,7 +25,7 @@ import clover_jax
 from clover_jax.data import template_worker
 from clover_jax.data.forms import content_text
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.data.records import LABELS, Conversation, Message, Record, is_text, shown
+from clover_jax.data.records import LABELS, Conversation, Message, Record, Text, is_text, shown
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -37,6 +37,10 @@ _ENDINGS: dict[int | None, str] = {
     -signal.SIGPROF: f"takes more than {template_worker.LIMIT_SECONDS} s of processor time",
     template_worker.OUT_OF_MEMORY: f"takes more than {template_worker.LIMIT_MEGABYTES} MB",
 }
+# What texts begin with that chat templates have rendered.
+_FOREIGN_MARK = re.compile(
+    r"<s>|<bos>|<\|(begin_of_text|im_start|startoftext|bos|start_header_id|system|user)\|>|\[INST\]"
+)
 # transformers gives a template what was thought under each of these names.
 _THINKING = {"reasoning", "reasoning_content", "thinking"}
 
@@ -75,14 +79,37 @@ def with_chat_template(
 def template_notice(
     rows: Iterable[Record | Prompt | BadPrompt], tokenizer: PreTrainedTokenizerBase | None
 ) -> str | None:
-    """Return a warning for what no chat template reads of conversations, else None."""
+    """Return a warning for what a tokenizer and its template do not read of rows, else None."""
+    if tokenizer is None:
+        return None
     # Rows are records (`train`, `prepare`) or prompts (`generate`, `evaluate`).
-    conversations = [
-        row
-        for row in rows
-        if isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation)
-    ]
-    if not conversations or tokenizer is None:
+    conversations, texts = [], []
+    for row in rows:
+        if isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation):
+            conversations.append(row)
+        elif isinstance(row, Text | Prompt):
+            texts.append(row.text or "")
+    notices = [_foreign_marks(texts, tokenizer), _unread_keys(conversations, tokenizer)]
+    return "; ".join(filter(None, notices)) or None
+
+
+def _foreign_marks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a warning for texts that a template of another tokenizer has rendered."""
+    marks = [found[0] for text in texts if (found := _FOREIGN_MARK.match(text))]
+    foreign = [mark for mark in marks if tokenizer.tokenize(mark) != [mark]]
+    if not foreign:
+        return None
+    return (
+        f"{len(foreign)} texts begin with a mark of another tokenizer, {foreign[0]} in the first, "
+        "which is read as plain text; give messages, or rendered text of this base"
+    )
+
+
+def _unread_keys(
+    conversations: Sequence[Conversation | Prompt], tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """Return a warning for what the chat template does not read of conversations."""
+    if not conversations:
         return None
     if tokenizer.chat_template is None:
         return (

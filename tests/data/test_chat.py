@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from clover_jax.data.chat import encode_prompt, encode_record, render_plain
+from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.records import Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer
@@ -270,6 +271,34 @@ def test_a_question_and_messages_go_through_the_template(chat):
 
 def test_the_begin_token_of_a_template_is_not_doubled(chat):
     assert encode_prompt(row(question="Why?"), chat, 300).count(chat.bos_token_id) == 1
+
+
+@pytest.fixture
+def adding_bos(tmp_path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(adding_bos):
+    for text in ("<s>the hat</s>", "the hat</s>"):
+        ids = encode_record(Text("f", text), adding_bos, 300).tokens
+        assert adding_bos.decode(ids) == "<s>the hat</s>"
+        assert encode_prompt(row(prompt=text), adding_bos, 300) == ids.tolist()
+    asked = (("user", "<s>a"), ("assistant", "b"))
+    encoded = encode_record(conversation("f", asked), adding_bos, 300)
+    assert adding_bos.decode(encoded.tokens) == "<s>a\nb\n</s>"
+    assert masked_text(encoded, adding_bos) == "b\n</s>"
+    assert encoded_text(adding_bos, row(question="<s>a")) == "<s>a\n"
+
+
+def test_texts_rendered_for_another_tokenizer_are_told_about(plain):
+    rows = [Text("f", "<|begin_of_text|>the hat"), Text("f", "<s>the hat"), Text("f", "the hat")]
+    notice = template_notice([*rows, row(prompt="<bos>the")], plain)
+    assert notice.startswith("2 texts begin with a mark of another tokenizer, <|begin_of_text|> in")
+    assert template_notice(rows[1:], plain) is None
 
 
 def test_turns_are_played_with_the_answers_so_far(chat, plain):
