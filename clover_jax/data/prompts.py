@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from clover_jax.data.records import (
     shown,
     tell_unread,
 )
+from clover_jax.data.row_files import TABLES, check_readable, table_rows
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
 
@@ -143,23 +144,14 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     """Read every row as `read_prompts` does, with a BadPrompt in the place of a wrong one."""
     path = Path(path)
     name = "standard input" if path == STANDARD_INPUT else str(path)
-    with open_rows(path) as file:
-        # Some editors begin a file with a byte order mark, which is no part of its first row.
-        content = file.read().removeprefix(codecs.BOM_UTF8)
-    # The readers of training data take a list, so it is a likely mistake.
-    if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
-        raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
-
+    check_readable(path)
     rows: list[Prompt | BadPrompt] = []
     unread: collections.Counter[str] = collections.Counter()
     num_answered = 0
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        index, source = len(rows), f"{name}:{number}"
+    for index, (source, item) in enumerate(_items(path, name)):
         # A bad row keeps its place: rows of output carry the numbers of the input's.
         try:
-            row = parse_line(line, source)
+            row = parse_line(item, source) if isinstance(item, bytes) else item
             asked = _without_answer(row, source)
             rows.append(parse_prompt(asked, index, source))
             num_answered += asked is not row
@@ -175,6 +167,22 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
             "dropped and decoded again"
         )
     return rows
+
+
+def _items(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (source, row) of a file, JSON as bytes."""
+    if path.suffix.lower() in TABLES:
+        yield from table_rows(path)
+        return
+    with open_rows(path) as file:
+        # Some editors begin a file with a byte order mark, which is no part of its first row.
+        content = file.read().removeprefix(codecs.BOM_UTF8)
+    # The readers of training data take a list, so it is a likely mistake.
+    if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
+        raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield f"{name}:{number}", line
 
 
 def _without_answer(row: Any, source: str) -> Any:

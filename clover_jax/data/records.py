@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import bz2
 import collections
 import contextlib
 import dataclasses
 import gzip
 import hashlib
+import importlib
 import json
 import lzma
 import sys
@@ -151,30 +153,51 @@ STANDARD_INPUT = Path("-")
 LABELS = frozenset(
     ("id", "index", "question_id", "prompt_id", "category", "source", "answer", "reference")
 )
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_PACKED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
 
 
 def plain_name(path: Path) -> str:
     """Return a file's name in lower case without its packing: "a.JSONL.gz" is "a.jsonl"."""
     name = path.name.lower()
-    return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _OPENERS else name
+    return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _PACKED else name
 
 
 @contextlib.contextmanager
 def open_rows(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, unpacked where its name ends in .gz or .xz; "-" is standard input.
+    """Open a file for reading, unpacked where its name ends in .gz, .xz, .bz2 or .zst.
 
-    Raises UserError where the packed file is broken, OSError where there is none.
+    "-" is standard input. Raises UserError where the packed file is broken, OSError where there is
+    none.
     """
     if path == STANDARD_INPUT:
         yield sys.stdin.buffer  # stays open: it is not ours
         return
+    suffix = path.suffix.lower()
+    broken: tuple[type[Exception], ...] = (OSError, lzma.LZMAError, zlib.error, EOFError)
+    opener = _OPENERS.get(suffix, open)
+    if suffix == ".zst":
+        zstd = _zstd(path)
+        opener, broken = zstd.open, (*broken, zstd.ZstdError)
     try:
-        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+        with opener(path, "rb") as file:
             yield file
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
-        kind = {".gz": "gzip", ".xz": "xz"}[path.suffix.lower()]
-        raise UserError(f"{path}: not a whole {kind} file ({error})") from None
+    except broken as error:
+        # The system's own errors have a number, those of broken content have none.
+        if suffix not in _PACKED or getattr(error, "errno", None):
+            raise
+        raise UserError(f"{path}: not a whole {_PACKED[suffix]} file ({error})") from None
+
+
+def _zstd(path: Path) -> Any:
+    """Return the module that reads zstd: Python 3.14 has it, others by a package."""
+    for name in ("compression.zstd", "backports.zstd"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise UserError(
+        f"{path}: .zst files need backports.zstd, which is not installed: pip install "
+        "'clover-jax[parquet]', or unpack the file"
+    )
 
 
 def parse_line(line: bytes, source: str) -> Any:
