@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
-from clover_jax.data.chat_templates import render_template
+from clover_jax.data.chat_templates import check_rendered, marked_answers, render_template
+from clover_jax.data.forms import CALLS, WRITTEN, content_text
 from clover_jax.data.prompts import Prompt
-from clover_jax.data.records import Conversation, Record, Text, TokenRow, TokenTurns, Turn
+from clover_jax.data.records import (
+    Conversation,
+    Message,
+    Record,
+    Text,
+    TokenRow,
+    TokenTurns,
+    Turn,
+)
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,6 +66,7 @@ def encode_record(
     elif isinstance(record, Text):
         # A section in the middle of a document has no BOS and no EOS.
         ids = tokenizer(record.text, add_special_tokens=record.starts).input_ids
+        ids = ids[num_doubled(ids, tokenizer) :]
         # With BOS some tokenizers add EOS.
         if record.starts and not record.ends and ids and ids[-1] == tokenizer.eos_token_id:
             ids = ids[:-1]
@@ -68,8 +79,12 @@ def encode_record(
 
     # A mask without an answer would be trained on in silence, and teach nothing.
     if isinstance(record, Conversation) and not encoded.loss_mask.any():
-        answers = after_first_question(record.messages)
-        if any(role == "assistant" and content.strip() for role, content in answers):
+        answers = [
+            message
+            for index, message in after_first_question(record.messages)
+            if message["role"] == "assistant" and index not in record.unlearnt
+        ]
+        if any(content_text(one).strip() or one.keys() & {*WRITTEN} for one in answers):
             raise UserError(
                 f"{record.source}: the loss mask is all zero although the assistant says "
                 "something; the base's chat template leaves the answer out: give another "
@@ -90,45 +105,75 @@ def _check_id(largest: int, vocab_size: int, source: str) -> None:
 def render_plain(record: Conversation) -> tuple[str, list[Span]]:
     """Return the conversation with a newline after every message, and the assistant's spans.
 
+    Raises UserError for calls, which only a chat template can write.
+
     Example: user "a", assistant "b" gives "a\\nb\\n" and [Span(2, 4)].
     """
     text, spans = "", []
-    for role, content in record.messages:
+    for index, message in enumerate(record.messages):
         start = len(text)
-        text += content + "\n"
-        if role == "assistant":
+        text += _plain_text(message, record.source)
+        if message["role"] == "assistant" and index not in record.unlearnt:
             # The newline counts too, so that the head learns where an answer ends.
             spans.append(Span(start, len(text)))
     return text, spans
 
 
+def _plain_text(message: Message, source: str) -> str:
+    extra = [key for key in WRITTEN if key in message]
+    if extra:
+        raise UserError(
+            f"{source}: the model has no chat template, without which {extra[0]} of a message "
+            "cannot be written; pass --chat_template"
+        )
+    return content_text(message) + "\n"
+
+
 def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
     """Return the chat template's text and the spans that the assistant generates.
 
-    An answer's span begins where a generation prompt would end and ends with its end-of-turn
-    marker; white space that the template puts after that is not the assistant's. Answers before
-    the first question are left out: no template has a place for them.
-    Raises UserError for a template that does not say where an answer begins.
+    A template's own {% generation %} blocks are these spans. In others an answer's span begins
+    where a generation prompt would end and ends with its end-of-turn marker; white space that the
+    template puts after that is not the assistant's. Answers before the first question are left out:
+    no template has a place for them.
+    Raises UserError for a template that does not say where an answer begins, or leaves out a call
+    or a message.
     """
     asked = after_first_question(record.messages)
-    messages = [{"role": role, "content": content} for role, content in asked]
     # Without a question there is nothing to learn: the caller gets an empty mask.
-    if not messages:
+    if not asked:
         return "", []
+    messages = [message for _, message in asked]
+    are_learnt = [i not in record.unlearnt for i, one in asked if one["role"] == "assistant"]
 
-    # Each answer is rendered as the last message, then looked up in the whole conversation.
-    text = render_template(tokenizer, messages, False, record.source)
-    spans: list[Span] = []
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            answer = _Answer(record, tokenizer, messages[: index + 1], len(spans) + 1)
-            spans.append(answer.span_in(text))
-    return text, spans
+    marked = marked_answers(tokenizer, messages, record.source, record.variables)
+    if marked is not None:
+        text, spans = marked[0], [Span(*span) for span in marked[1]]
+    else:
+        # Each answer is rendered as the last message, then looked up in the whole conversation.
+        text = render_template(tokenizer, messages, False, record.source, record.variables)
+        spans = []
+        for index, message in enumerate(messages):
+            if message["role"] == "assistant":
+                answer = _Answer(record, tokenizer, messages[: index + 1], len(spans) + 1)
+                spans.append(answer.span_in(text))
+
+    check_rendered(tokenizer, messages, text, False, record.source, record.variables)
+    if all(are_learnt):
+        return text, spans
+    if len(spans) != len(are_learnt):
+        raise UserError(
+            f"{record.source}: the base's chat template marks {len(spans)} answers of "
+            f"{len(are_learnt)}, so the ones not to be learnt cannot be told apart; give another "
+            "--chat_template"
+        )
+    return text, list(itertools.compress(spans, are_learnt))
 
 
-def after_first_question(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return (role, content) pairs without the assistant's ones at the beginning."""
-    return list(itertools.dropwhile(lambda message: message[0] == "assistant", messages))
+def after_first_question(messages: Sequence[Message]) -> list[tuple[int, Message]]:
+    """Return (number, message) pairs without the assistant's ones at the beginning."""
+    pairs = enumerate(messages)
+    return list(itertools.dropwhile(lambda pair: pair[1]["role"] == "assistant", pairs))
 
 
 class _Answer:
@@ -142,12 +187,17 @@ class _Answer:
         self,
         record: Conversation,
         tokenizer: PreTrainedTokenizerBase,
-        messages: list[dict[str, str]],
+        messages: list[Message],
         number: int,
     ):
-        self._source, self._content = record.source, messages[-1]["content"]
-        self.asked = render_template(tokenizer, messages[:-1], True, record.source)
-        self.answered = render_template(tokenizer, messages, False, record.source)
+        def render(last: list[Message], ask: bool) -> str:
+            context = messages[:-1]
+            return render_template(
+                tokenizer, [*context, *last], ask, record.source, record.variables
+            )
+
+        self._source, self._content = record.source, content_text(messages[-1])
+        self.asked, self.answered = render([], True), render(messages[-1:], False)
         # Only then the answer is the text after what was asked.
         if not self.answered.startswith(self.asked):
             self._refuse(
@@ -155,11 +205,26 @@ class _Answer:
                 "follows, so its tokens cannot be told apart"
             )
 
+        # Calls that a template does not know would leave an answer that says nothing.
+        without = {key: one for key, one in messages[-1].items() if key not in CALLS}
+        self._has_calls = len(without) < len(messages[-1])
+        if self._has_calls:
+            bare = None
+            with contextlib.suppress(UserError):
+                bare = render([without | {"content": self._content}], False)
+            if self.answered == bare:
+                self._refuse(f"leaves out the calls in answer {number}")
+            if self._content.rpartition("</think>")[2].strip() not in self._rest:
+                self._refuse(f"leaves out the text beside the calls in answer {number}")
+
         # Text between the two that no generation prompt holds would have to be generated.
         # The first place: an end-of-turn marker may hold the answer's letters, or no answer at all.
-        before = self._rest[: self._rest.find(self._content.strip())]
-        unasked = render_template(tokenizer, messages[:-1], False, record.source)
-        if before.strip() and self.asked == unasked:
+        content, rest = self._content.strip(), self._rest
+        if self._has_calls and not content:
+            content = "x"
+            rest = render([{"role": "assistant", "content": content}], False)[len(self.asked) :]
+        before = rest[: rest.find(content)]
+        if before.strip() and self.asked == render([], False):
             self._refuse(
                 f"has no assistant marker: it puts {before.strip()!r} before answer {number}, but "
                 "adds nothing where an answer is asked for (add_generation_prompt)"
@@ -180,10 +245,18 @@ class _Answer:
 
         # Some templates drop the thinking block of past turns. It may be the template's own, before
         # the content, or begin the content.
-        content = self._content.rpartition("</think>")[2].strip()
+        start, is_asked = len(self.asked), text.startswith(self.asked)
+        kept = self._rest.rpartition("</think>")[2].strip()
+        begins = text.find(kept, start)
+        if is_asked and kept and begins >= 0 and not text[start:begins].strip():
+            return Span(start, begins + len(kept))
+        if self._has_calls:
+            self._refuse("renders an answer with calls differently once more follows")
+
         # Only white space may stand in the place of the dropped block.
-        start, begins = len(self.asked), text.find(content, len(self.asked))
-        if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
+        content = self._content.rpartition("</think>")[2].strip()
+        begins = text.find(content, start)
+        if not is_asked or begins < 0 or text[start:begins].strip():
             return self._span_with_another_end(text)
 
         # The end-of-turn marker counts where it follows here, too. It and the block may both hold
@@ -226,7 +299,8 @@ def _encode_rendered(
     mask = np.zeros(len(last), bool)
     for span in spans:
         mask |= (last >= span.start) & (last < span.end)
-    encoded = Encoded(np.array(encoding.input_ids, np.int32), mask)
+    doubled = num_doubled(encoding.input_ids, tokenizer) if is_plain else 0
+    encoded = Encoded(np.array(encoding.input_ids, np.int32)[doubled:], mask[doubled:])
 
     # Without a template EOS ends the text, and counts if the assistant speaks last.
     ends_with_answer = bool(spans) and spans[-1].end == len(text)
@@ -272,16 +346,20 @@ def encode_prompt(
             f"{prompt.source}: the base has no tokenizer files; give prompt_ids instead of text"
         )
     elif prompt.is_conversation and tokenizer.chat_template is not None:
-        text = render_template(tokenizer, _messages(prompt, answers), True, prompt.source)
+        messages, variables = _messages(prompt, answers), prompt.variables
+        text = render_template(tokenizer, messages, True, prompt.source, variables)
+        check_rendered(tokenizer, messages, text, True, prompt.source, variables)
         # The template writes the special tokens of the start itself.
         ids = tokenizer(text, add_special_tokens=False).input_ids
     elif prompt.text is not None:
         ids = tokenizer(prompt.text).input_ids
+        ids = ids[num_doubled(ids, tokenizer) :]
     else:
         # Every turn and answer ends in a newline, so that a later context begins with the earlier
         # one and its answer, and the answer starts on a line of its own.
-        lines = (message["content"] + "\n" for message in _messages(prompt, answers))
+        lines = (_plain_text(message, prompt.source) for message in _messages(prompt, answers))
         ids = tokenizer("".join(lines)).input_ids
+        ids = ids[num_doubled(ids, tokenizer) :]
 
     if not ids:
         raise UserError(f"{prompt.source}: the prompt is empty; give at least one token")
@@ -295,10 +373,19 @@ def encode_prompt(
     return ids
 
 
-def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    messages = [dict(message) for message in prompt.messages or ()]
+def _messages(prompt: Prompt, answers: Sequence[str]) -> list[Message]:
+    messages = list(prompt.messages or ())
     # Turns with their answers, then the turn that waits for one.
     for index, turn in enumerate((prompt.turns or ())[: len(answers) + 1]):
-        messages.append({"role": "user", "content": turn})
+        messages += [{"role": "user", "content": turn}] if isinstance(turn, str) else turn
         messages += [{"role": "assistant", "content": text} for text in answers[index : index + 1]]
     return messages
+
+
+def num_doubled(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many first tokens double the one after them: 1 for a text with BOS of its own.
+
+    A text that a chat template has made begins with BOS, and the tokenizer adds another.
+    """
+    bos = tokenizer.bos_token_id
+    return int(bos is not None and list(ids[:2]) == [bos, bos])

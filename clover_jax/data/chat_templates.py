@@ -7,20 +7,25 @@ A template is a program that comes with a model, from anybody. A process with li
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
+import functools
+import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import clover_jax
 from clover_jax.data import template_worker
+from clover_jax.data.forms import content_text
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.data.records import Conversation, Record, shown
+from clover_jax.data.records import LABELS, Conversation, Message, Record, Text, is_text, shown
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +37,12 @@ _ENDINGS: dict[int | None, str] = {
     -signal.SIGPROF: f"takes more than {template_worker.LIMIT_SECONDS} s of processor time",
     template_worker.OUT_OF_MEMORY: f"takes more than {template_worker.LIMIT_MEGABYTES} MB",
 }
+# What texts begin with that chat templates have rendered.
+_FOREIGN_MARK = re.compile(
+    r"<s>|<bos>|<\|(begin_of_text|im_start|startoftext|bos|start_header_id|system|user)\|>|\[INST\]"
+)
+# transformers gives a template what was thought under each of these names.
+_THINKING = {"reasoning", "reasoning_content", "thinking"}
 
 
 def with_chat_template(
@@ -68,46 +79,199 @@ def with_chat_template(
 def template_notice(
     rows: Iterable[Record | Prompt | BadPrompt], tokenizer: PreTrainedTokenizerBase | None
 ) -> str | None:
-    """Return the warning for conversations where the base has no chat template, else None."""
+    """Return a warning for what a tokenizer and its template do not read of rows, else None."""
+    if tokenizer is None:
+        return None
     # Rows are records (`train`, `prepare`) or prompts (`generate`, `evaluate`).
-    count = sum(
-        isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation)
-        for row in rows
-    )
-    if not count or tokenizer is None or tokenizer.chat_template is not None:
+    conversations, texts = [], []
+    for row in rows:
+        if isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation):
+            conversations.append(row)
+        elif isinstance(row, Text | Prompt):
+            texts.append(row.text or "")
+    notices = [_foreign_marks(texts, tokenizer), _unread_keys(conversations, tokenizer)]
+    return "; ".join(filter(None, notices)) or None
+
+
+def _foreign_marks(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return a warning for texts that a template of another tokenizer has rendered."""
+    marks = [found[0] for text in texts if (found := _FOREIGN_MARK.match(text))]
+    foreign = [mark for mark in marks if tokenizer.tokenize(mark) != [mark]]
+    if not foreign:
         return None
     return (
-        f"the model has no chat template: messages of {count} conversations are joined with "
-        "newlines and roles are lost; pass --chat_template"
+        f"{len(foreign)} texts begin with a mark of another tokenizer, {foreign[0]} in the first, "
+        "which is read as plain text; give messages, or rendered text of this base"
     )
+
+
+def _unread_keys(
+    conversations: Sequence[Conversation | Prompt], tokenizer: PreTrainedTokenizerBase
+) -> str | None:
+    """Return a warning for what the chat template does not read of conversations."""
+    if not conversations:
+        return None
+    if tokenizer.chat_template is None:
+        return (
+            f"the model has no chat template: messages of {len(conversations)} conversations are "
+            "joined with newlines and roles are lost; pass --chat_template"
+        )
+
+    counts = collections.Counter(key for row in conversations for key in _keys_in(row))
+    read = words_of(tokenizer) | LABELS
+    unread = sorted(counts.keys() - read, key=lambda key: (-counts[key], key))
+    if not unread:
+        return None
+    listed = ", ".join(f"{shown(key)} ({counts[key]})" for key in unread[:9])
+    return (
+        f"the chat template does not read {listed}{', ...' if len(unread) > 9 else ''}: "
+        "keys of messages or rows, with their numbers; pass another --chat_template if it should"
+    )
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the words of the chat template: it reads a key that is one of them."""
+    template = tokenizer.chat_template
+    texts = template.values() if isinstance(template, dict) else (template or "",)
+    words = set(re.findall(r"\w+", "\n".join(map(str, texts))))
+    return words | (_THINKING if words & _THINKING else set())
+
+
+def _keys_in(row: Conversation | Prompt) -> Iterator[str]:
+    """Yield the keys of a row that a template may read, beside role and content."""
+    yield from row.variables
+    turns = (turn for turn in getattr(row, "turns", None) or () if not isinstance(turn, str))
+    for message in (*(row.messages or ()), *itertools.chain.from_iterable(turns)):
+        yield from message.keys() - {"role", "content"}
 
 
 def render_template(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Message],
     ask: bool,
     source: str,
+    variables: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the chat template's text of a conversation.
 
     ask: whether the text ends where the assistant's next answer begins.
+    variables: what else the template may read, tools for example.
     Raises UserError, naming `source`, for what cannot be rendered within the limits.
     """
-    template = tokenizer.chat_template
-    # As transformers: of several templates, the one for conversations without tools.
-    text = template.get("default") if isinstance(template, dict) else template
+    return _render(tokenizer, messages, ask, source, variables or {})["text"]
+
+
+def marked_answers(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    source: str,
+    variables: Mapping[str, Any],
+) -> tuple[str, list[tuple[int, int]]] | None:
+    """Return the text, and the spans of it within {% generation %} blocks.
+
+    None for a template without such blocks. Raises UserError as `render_template` does.
+    """
+    text = _template_for(tokenizer, variables, source)
+    if not re.search(r"\{%-?\s*generation\s*-?%\}", text):
+        return None
+    reply = _render(tokenizer, messages, False, source, variables, with_answers=True)
+    return reply["text"], [(start, end) for start, end in reply["answers"]]
+
+
+def check_rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    text: str,
+    ask: bool,
+    source: str,
+    variables: Mapping[str, Any],
+) -> None:
+    """Raise UserError where a template's text leaves out a message that is not the assistant's.
+
+    Templates skip roles that they do not know without a word.
+    """
+    for index, message in enumerate(messages):
+        content = content_text(message).strip()
+        # A template may rewrite what a tool says: then the text changes with it.
+        if message["role"] == "assistant" or not content or content in text:
+            continue
+        others = [*messages[:index], *messages[index + 1 :]]
+        try:
+            is_lost = render_template(tokenizer, others, ask, source, variables) == text
+        except _Refusal:
+            is_lost = False
+        if is_lost:
+            raise UserError(
+                f"{source}: the base's chat template leaves out message {index}, of the role "
+                f"{shown(message['role'])}; give another --chat_template, or leave it out"
+            )
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    ask: bool,
+    source: str,
+    variables: Mapping[str, Any],
+    with_answers: bool = False,
+) -> dict[str, Any]:
+    """Return the reply of the rendering process: text, and perhaps spans of answers."""
+    text = _template_for(tokenizer, variables, source)
+    special = tokenizer.special_tokens_map
+    has_parts = any(isinstance(message.get("content"), list) for message in messages)
+    # A template that prints a list as Python writes it gets one text, as servers do.
+    if has_parts and not _reads_parts(text, json.dumps(special, default=str)):
+        messages = [
+            {**one, "content": content_text(one)} if isinstance(one.get("content"), list) else one
+            for one in messages
+        ]
+    request = {
+        **special,
+        **variables,
+        "conversations": [list(messages)],
+        "chat_template": text,
+        "add_generation_prompt": ask,
+        "return_assistant_tokens_mask": with_answers,
+    }
+    reply = _RENDERER.render(request, source)
+    if not is_text(reply["text"]):
+        raise UserError(f"{source}: the conversation holds half a character, as \\ud83d alone is")
+    return reply
+
+
+@functools.lru_cache(maxsize=8)
+def _reads_parts(template: str, special_tokens: str) -> bool:
+    """Return whether a template makes the same text of a content and of a list of its parts."""
+    parts = [{"type": "text", "text": "Hello"}]
+    requests = [
+        {
+            **json.loads(special_tokens),
+            "conversations": [[{"role": "user", "content": content}]],
+            "chat_template": template,
+        }
+        for content in ("Hello", parts)
+    ]
+    with contextlib.suppress(UserError):
+        of_text, of_parts = (_RENDERER.render(request, "--base")["text"] for request in requests)
+        return of_text == of_parts
+    return False
+
+
+def _template_for(
+    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], source: str
+) -> str:
+    """Return the text of the template that a conversation with these variables goes through."""
+    # As transformers: of several templates, the one for conversations with or without tools.
+    text = template = tokenizer.chat_template
+    if isinstance(template, dict):
+        has_tools = variables.get("tools") is not None and "tool_use" in template
+        text = template.get("tool_use" if has_tools else "default")
     if not isinstance(text, str):
         raise UserError(
             f"{source}: the base's chat template must be a text, or several with one named "
             f"default, not {shown(template)}; give another --chat_template"
         )
-    request = {
-        "conversations": [list(messages)],
-        "chat_template": text,
-        "add_generation_prompt": ask,
-        **tokenizer.special_tokens_map,
-    }
-    return _RENDERER.render(request, source)
+    return text
 
 
 class _Refusal(UserError):
@@ -122,8 +286,8 @@ class _Renderer:
         # Samples are made in a thread while the main one renders prompts.
         self._lock = threading.Lock()
 
-    def render(self, request: Mapping[str, Any], source: str) -> str:
-        """Return the text; raises UserError naming `source`."""
+    def render(self, request: Mapping[str, Any], source: str) -> dict[str, Any]:
+        """Return the reply with the text; raises UserError naming `source`."""
         with self._lock:
             # Each request gets one line: unlocked, a thread could read another thread's answer.
             line = self._answer(json.dumps(request, default=str))
@@ -138,7 +302,7 @@ class _Renderer:
 
         reply = json.loads(line)
         if "text" in reply:
-            return reply["text"]
+            return reply
         raise (_Refusal if reply["is_refusal"] else UserError)(
             f"{source}: the base's chat template refuses the conversation: {reply['error']}"
         )

@@ -9,12 +9,20 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clover_jax.data.forms import (
+    keys_with,
+    read_asked,
+    read_messages,
+    read_system,
+    read_variables,
+)
 from clover_jax.data.records import (
     STANDARD_INPUT,
+    Message,
     is_text,
     json_hash,
     open_rows,
@@ -23,12 +31,14 @@ from clover_jax.data.records import (
     shown,
     tell_unread,
 )
+from clover_jax.data.row_files import TABLES, check_readable, table_rows
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
-_ROLES = ("system", "user", "assistant", "tool")
-_FORMS = ("prompt", "question", "prompt_ids", "messages", "turns")
+_FORMS = ("prompt", "question", "prompt_ids", "messages", "conversations", "instruction", "turns")
+_MESSAGES = ("messages", "conversations")
+_CONVERSATIONS = (*_MESSAGES, "question", "instruction", "turns")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +52,10 @@ class Prompt:
     index: the row's place in the input, from 0.
     source: where it was written, for messages to the user: "prompts.jsonl:3".
     text, prompt_ids: text or token ids to continue.
-    messages: ({"role", "content"}, ...), the last not from the assistant.
-    turns: what the user says, one turn after the other; each answer enters the context.
+    messages: as `read_messages` returns them, the last not from the assistant.
+    turns: what the user says, one turn after the other; each answer enters the context. A turn may
+        also be messages, which end with the user's or a tool's.
+    variables: what else the chat template may read, tools for example.
     seed, temperature, top_k, top_p, max_new_tokens, stop: None where the command's own holds.
     min_new_tokens, logit_bias: as in `generation.settings`; None for none.
     category: the row's group in reports.
@@ -54,8 +66,8 @@ class Prompt:
     source: str
     text: str | None = None
     prompt_ids: tuple[int, ...] | None = None
-    messages: tuple[Mapping[str, str], ...] | None = None
-    turns: tuple[str, ...] | None = None
+    messages: tuple[Message, ...] | None = None
+    turns: tuple[str | tuple[Message, ...], ...] | None = None
     seed: int | None = None
     temperature: float | None = None
     top_k: int | None = None
@@ -66,6 +78,7 @@ class Prompt:
     prediction: str | None = None
     min_new_tokens: int | None = None
     logit_bias: tuple[tuple[int, float], ...] | None = None
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def num_turns(self) -> int:
@@ -131,27 +144,18 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     """Read every row as `read_prompts` does, with a BadPrompt in the place of a wrong one."""
     path = Path(path)
     name = "standard input" if path == STANDARD_INPUT else str(path)
-    with open_rows(path) as file:
-        # Some editors begin a file with a byte order mark, which is no part of its first row.
-        content = file.read().removeprefix(codecs.BOM_UTF8)
-    # The readers of training data take a list, so it is a likely mistake.
-    if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
-        raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
-
+    check_readable(path)
     rows: list[Prompt | BadPrompt] = []
     unread: collections.Counter[str] = collections.Counter()
     num_answered = 0
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        index, source = len(rows), f"{name}:{number}"
+    for index, (source, item) in enumerate(_items(path, name)):
         # A bad row keeps its place: rows of output carry the numbers of the input's.
         try:
-            row = parse_line(line, source)
-            asked = _without_answer(row)
+            row = parse_line(item, source) if isinstance(item, bytes) else item
+            asked = _without_answer(row, source)
             rows.append(parse_prompt(asked, index, source))
             num_answered += asked is not row
-            unread.update(row.keys() - ROW_FIELDS.keys())
+            unread.update(_unread(row))
         except UserError as error:
             rows.append(BadPrompt(index, source, str(error)))
     if not rows:
@@ -165,15 +169,41 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     return rows
 
 
-def _without_answer(row: Any) -> Any:
-    """Return a row without the assistant messages at its end; the same row where there are none."""
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list):
+def _items(path: Path, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (source, row) of a file, JSON as bytes."""
+    if path.suffix.lower() in TABLES:
+        yield from table_rows(path)
+        return
+    with open_rows(path) as file:
+        # Some editors begin a file with a byte order mark, which is no part of its first row.
+        content = file.read().removeprefix(codecs.BOM_UTF8)
+    # The readers of training data take a list, so it is a likely mistake.
+    if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
+        raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.strip():
+            yield f"{name}:{number}", line
+
+
+def _without_answer(row: Any, source: str) -> Any:
+    """Return a row without the answers at its end; the same row where there are none."""
+    there = [key for key in _MESSAGES if isinstance(row, dict) and row.get(key) is not None]
+    key = there[0] if there else None
+    if key is None:
         return row
+    messages = read_messages(row[key], f"{source}: {key}").messages
     asked = list(messages)
-    while asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
+    while asked and asked[-1]["role"] == "assistant":
         asked.pop()
-    return row | {"messages": asked} if 0 < len(asked) < len(messages) else row
+    return row | {key: asked} if 0 < len(asked) < len(messages) else row
+
+
+def _unread(row: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a row that hold something and are not read."""
+    there = {key for key in row if row[key] is not None}
+    form = next(form for form in _FORMS if form in there)
+    more = keys_with(form) if form in _CONVERSATIONS else set()
+    return there - ROW_FIELDS.keys() - {form} - more
 
 
 class Failures:
@@ -224,6 +254,19 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
         if not field.is_right(value):
             raise UserError(f"{source}: {key} must be {field.wanted}, not {shown(value)}")
         values[field.attribute] = field.convert(value)
+
+    form = forms[0]
+    if form in _CONVERSATIONS:
+        values["variables"] = read_variables(row, f"{source}: ")
+    if form in ("question", "turns"):
+        values["messages"] = read_system(row, source) or None
+    elif form in _CONVERSATIONS:
+        messages = values["messages"] = read_asked(row, form, source).messages
+        if not messages or messages[-1]["role"] == "assistant":
+            raise UserError(
+                f"{source}: {form} must be messages that end with one of the user or a tool, "
+                f"not {shown(row[form])}"
+            )
     return Prompt(index=index, source=source, **values)
 
 
@@ -232,6 +275,9 @@ def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     # A source names a file of this machine; an error begins with it.
     rows = [dataclasses.asdict(prompt) | {"source": None} for prompt in prompts]
     for row, prompt in zip(rows, prompts, strict=True):
+        # Without variables the hash is that of earlier versions.
+        if not row.get("variables"):
+            row.pop("variables", None)
         if isinstance(prompt, BadPrompt):
             row["error"] = prompt.error.removeprefix(prompt.source)
     return json_hash(rows)
@@ -278,22 +324,6 @@ ROW_FIELDS = {
         lambda value: _is_list(value, lambda id_: _is_whole(id_, 0)),
         "a list of token ids, at least one",
         tuple,
-    ),
-    "messages": RowField(
-        "messages",
-        lambda value: (
-            _is_list(
-                value,
-                lambda item: (
-                    isinstance(item, dict)
-                    and item.get("role") in _ROLES
-                    and is_text(item.get("content"))
-                ),
-            )
-            and value[-1]["role"] != "assistant"
-        ),
-        f'a list of {{"role": {"|".join(_ROLES)}, "content": text}} that ends with a user message',
-        lambda value: tuple({"role": item["role"], "content": item["content"]} for item in value),
     ),
     "turns": RowField(
         "turns",

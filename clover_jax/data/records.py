@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
 import collections
 import contextlib
 import dataclasses
 import gzip
 import hashlib
+import importlib
 import json
 import lzma
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,25 +24,8 @@ HELDOUT_FRACTION = 0.05
 # Fewer records than this are all trained on: a hash could hold out most of a handful.
 MIN_RECORDS_FOR_HELDOUT = 20
 
-# The keys that each form of a row must have, in the order in which `parse_row` tries them.
-_FORMS = (
-    {"prompt_ids", "output_ids"},
-    {"messages"},
-    {"conversations"},
-    {"prompt", "response"},
-    {"text"},
-)
-# Those of the forms, and whatever else is in a row that `generate` wrote.
-READ_FIELDS = frozenset().union(*_FORMS) | {
-    *("error", "skipped", "accepted", "target_forwards", "tau", "seconds", "finish_reason"),
-}
-# Names of speakers in the wild -> roles of chat templates.
-_SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
-    "system": "system",
-    "tool": "tool",
-}
+# A message as chat templates read it: role, content, and whatever else the row says.
+Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +43,16 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages, as (role, content); the base is imitated on what the assistant says."""
+    """Messages; the base is imitated on what the assistant says.
+
+    variables: what else the chat template may read, tools for example.
+    unlearnt: numbers of the assistant's messages that the row wants not to be learnt.
+    """
 
     source: str
-    messages: tuple[tuple[str, str], ...]
+    messages: tuple[Message, ...]
+    variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unlearnt: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,70 +79,6 @@ class TokenTurns:
 Record = Text | Conversation | TokenRow | TokenTurns
 
 
-def is_row(value: Any) -> bool:
-    """Return whether a JSON value is an object with the keys of a row that `parse_row` reads."""
-    return isinstance(value, dict) and any(keys <= value.keys() for keys in _FORMS)
-
-
-def parse_row(row: Any, source: str) -> list[Record]:
-    """Return the records of one JSONL row, none of an error's; raises UserError naming `source`."""
-    if not isinstance(row, dict):
-        raise UserError(f"{source}: expected an object, found {type(row).__name__}")
-    if row.get("error") or row.get("skipped"):  # of those that `generate` writes
-        return []
-
-    try:
-        # Token ids first: rows of `generate` also have the text, which is not tokenised again.
-        if "prompt_ids" in row and "output_ids" in row:
-            return _token_rows(row, source)
-        if "messages" in row:
-            pairs = [(message["role"], message["content"]) for message in row["messages"]]
-        elif "conversations" in row:
-            pairs = []
-            for message in row["conversations"]:
-                speaker = message["from"]
-                if speaker not in _SHAREGPT_ROLES:
-                    known = ", ".join(_SHAREGPT_ROLES)
-                    raise UserError(
-                        f"{source}: a message is from {speaker!r}; it may be from {known}"
-                    )
-                pairs.append((_SHAREGPT_ROLES[speaker], message["value"]))
-        elif "prompt" in row and "response" in row:
-            pairs = [("user", row["prompt"]), ("assistant", row["response"])]
-        # Last: rows of other forms may have a text as well.
-        elif "text" in row:
-            return [Text(source, _text(row["text"]))]
-        else:
-            raise UserError(
-                f"{source}: expected prompt and response, messages, conversations, text, or "
-                f"prompt_ids and output_ids; found {', '.join(map(repr, row)) or 'nothing'}"
-            )
-        messages = tuple((_text(role), _text(content)) for role, content in pairs)
-        return [Conversation(source, messages)]
-    except UserError:
-        raise  # says all there is to say
-    # A message without a role, a number in the place of a list: whatever the row's shape breaks.
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{source}: a malformed row: {error!r}") from None
-
-
-def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
-    prompts, outputs = row["prompt_ids"], row["output_ids"]
-    # With several turns each value is a list, one entry a turn.
-    if not (outputs and isinstance(outputs[0], list)):
-        prompts, outputs = [prompts], [outputs]
-    turns = []
-    for prompt, output in zip(prompts, outputs, strict=True):
-        if not all(isinstance(token, int) and token >= 0 for token in [*prompt, *output]):
-            raise UserError(f"{source}: prompt_ids and output_ids must be lists of token ids")
-        turns.append((tuple(prompt), tuple(output)))
-
-    joined = join_turns(turns)
-    if joined is None:  # a template that drops past thinking: every turn is a row of its own
-        return [TokenRow(source, *turn) for turn in turns]
-    return [TokenTurns(source, joined) if len(joined) > 1 else TokenRow(source, *joined[0])]
-
-
 def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
     """Return turns with only the tokens that are new to each; None where one rewrites the past.
 
@@ -168,16 +95,16 @@ def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
     return tuple(joined)
 
 
-def _text(value: Any) -> str:
-    if not is_text(value):
-        raise TypeError(f"expected text, found {value!r}")
-    return value
-
-
 def content_hash(record: Record) -> str:
     """Return SHA-256 of a record's content; its source does not matter."""
     # The same text under another name is the same data.
-    return json_hash(dataclasses.asdict(record) | {"source": None})
+    content = dataclasses.asdict(record) | {"source": None}
+    if isinstance(record, Conversation) and not record.variables and not record.unlearnt:
+        content = {"source": None, "messages": record.messages}
+        # Pairs: messages of text alone keep the hash, and their side of the split, of the past.
+        if all(set(one) == {"role", "content"} for one in record.messages):
+            content["messages"] = [(one["role"], one["content"]) for one in record.messages]
+    return json_hash(content)
 
 
 def data_hash(records: Iterable[Record]) -> str:
@@ -226,30 +153,51 @@ STANDARD_INPUT = Path("-")
 LABELS = frozenset(
     ("id", "index", "question_id", "prompt_id", "category", "source", "answer", "reference")
 )
-_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_PACKED = {".gz": "gzip", ".xz": "xz", ".bz2": "bzip2", ".zst": "zstd"}
 
 
 def plain_name(path: Path) -> str:
     """Return a file's name in lower case without its packing: "a.JSONL.gz" is "a.jsonl"."""
     name = path.name.lower()
-    return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _OPENERS else name
+    return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _PACKED else name
 
 
 @contextlib.contextmanager
 def open_rows(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file for reading, unpacked where its name ends in .gz or .xz; "-" is standard input.
+    """Open a file for reading, unpacked where its name ends in .gz, .xz, .bz2 or .zst.
 
-    Raises UserError where the packed file is broken, OSError where there is none.
+    "-" is standard input. Raises UserError where the packed file is broken, OSError where there is
+    none.
     """
     if path == STANDARD_INPUT:
         yield sys.stdin.buffer  # stays open: it is not ours
         return
+    suffix = path.suffix.lower()
+    broken: tuple[type[Exception], ...] = (OSError, lzma.LZMAError, zlib.error, EOFError)
+    opener = _OPENERS.get(suffix, open)
+    if suffix == ".zst":
+        zstd = _zstd(path)
+        opener, broken = zstd.open, (*broken, zstd.ZstdError)
     try:
-        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+        with opener(path, "rb") as file:
             yield file
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
-        kind = {".gz": "gzip", ".xz": "xz"}[path.suffix.lower()]
-        raise UserError(f"{path}: not a whole {kind} file ({error})") from None
+    except broken as error:
+        # The system's own errors have a number, those of broken content have none.
+        if suffix not in _PACKED or getattr(error, "errno", None):
+            raise
+        raise UserError(f"{path}: not a whole {_PACKED[suffix]} file ({error})") from None
+
+
+def _zstd(path: Path) -> Any:
+    """Return the module that reads zstd: Python 3.14 has it, others by a package."""
+    for name in ("compression.zstd", "backports.zstd"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(name)
+    raise UserError(
+        f"{path}: .zst files need backports.zstd, which is not installed: pip install "
+        "'clover-jax[parquet]', or unpack the file"
+    )
 
 
 def parse_line(line: bytes, source: str) -> Any:

@@ -1,8 +1,9 @@
 """Render chat templates for `chat_templates.py`: a script, run as a process with hard limits.
 
 A line of standard input is a request: {"conversations": [messages], "chat_template": text, and
-variables of the template}. Each is answered by a line of standard output: {"text": ..}, or
-{"error": .., "is_refusal": whether the template itself did not want the conversation}.
+variables of the template}. Each is answered by a line of standard output: {"text": .., "answers":
+[start, end) of its {% generation %} blocks if these are asked for}, or {"error": .., "is_refusal":
+whether the template itself did not want the conversation}.
 """
 
 import json
@@ -11,6 +12,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 LIMIT_SECONDS = 3  # of processor time for one conversation
 LIMIT_MEGABYTES = 512
@@ -37,8 +39,9 @@ def main() -> None:
         # The signal has no handler, so it ends the process, whatever C function it is in.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         try:
-            reply: dict[str, str | bool]
-            reply = {"text": _checked(render_jinja_template(**json.loads(line))[0][0], line)}
+            reply: dict[str, Any]
+            texts, answers = map(list, render_jinja_template(**json.loads(line)))
+            reply = {"text": _checked(texts[0], line), "answers": answers[0] if answers else None}
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except Exception as error:  # whatever a template may raise is said of its row

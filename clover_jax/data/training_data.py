@@ -5,33 +5,35 @@ folder that `prepare` made.
 from __future__ import annotations
 
 import collections
-import glob
-import json
-import re
-from collections.abc import Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from clover_jax.data.corpus import builtin_documents
+from clover_jax.data.forms import parse_row
 from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
 from clover_jax.data.records import (
-    READ_FIELDS,
     Record,
     Text,
     data_hash,
-    is_row,
     json_hash,
-    open_rows,
     parse_line,
-    parse_row,
-    plain_name,
     split_by_hash,
     tell_unread,
+)
+from clover_jax.data.row_files import (
+    NOT_READ,
+    Rows,
+    ending,
+    find_files,
+    is_about_data,
+    read_file,
 )
 from clover_jax.data.samples import RecordSamples, Samples, look_at
 from clover_jax.data.tokenizer import template_hash, tokenizer_hash
 from clover_jax.errors import UserError
-from clover_jax.runtime.row_writer import is_row_manifest
+from clover_jax.runtime.progress import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -155,10 +157,6 @@ def sample_identity(
 
 BUILTIN = "builtin:python"
 MOST_NAMED = 8  # rows that cannot be read
-# Of a row, or of a list of rows, whole or torn.
-_ROW_BEGINNING = re.compile(
-    r'\s*[\[{].*?"(messages|conversations|response|output_ids)"\s*:', re.DOTALL
-)
 
 
 class Records(NamedTuple):
@@ -171,9 +169,10 @@ class Records(NamedTuple):
 def read_records(spec: str) -> Records:
     """Read training data: the records of paths, separated by commas.
 
-    A path is a text file (one document), a .jsonl file (also .gz, .xz; see `parse_row`), a .json
-    file with a list of such rows, a folder or a glob of them, or "builtin:python", the Python
-    standard library, whose held-out modules are the built-in base's too.
+    A path is a text file (one document), a .jsonl file (also packed; see `parse_row`), a .json file
+    with a list of such rows, a Parquet or Arrow file, a folder or a glob of them, or
+    "builtin:python", the Python standard library, whose held-out modules are the built-in base's
+    too.
     Raises UserError for a path without data or a row that cannot be understood, naming it.
     """
     # The corpus has a split of its own; other records are split by their content.
@@ -194,8 +193,7 @@ def read_records(spec: str) -> Records:
                     f"--data: {part} was made by `prepare`: it is tokenised already, and its files "
                     "are no texts; give it to `train`, alone"
                 )
-            for path, is_named in _find_files(part):
-                others += _read_file(path, is_named, unread)
+            others += _read_part(part, unread)
     tell_unread(unread, f"--data={spec}")
 
     # Split over all files together: each may have too few records, all of them enough.
@@ -206,122 +204,63 @@ def read_records(spec: str) -> Records:
     return records
 
 
-def _find_files(part: str) -> list[tuple[Path, bool]]:
-    """Return (path, whether the user named that very file) for a file, a folder or a glob."""
-    # A file that the user names must be readable; others may be pictures, say.
-    path = Path(part).expanduser()
-    if path.is_file():
-        return [(path, True)]
-    if path.is_dir():
-        # Files and folders such as .git hold no data.
-        hidden = re.compile(r"(^|/)\.")
-        below = (p for p in path.rglob("*") if not hidden.search(str(p.relative_to(path))))
-    else:
-        below = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
-    # Manifests of row files lie next to the rows, and are not data.
-    files = sorted(p for p in below if p.is_file() and not is_row_manifest(p))
-    if not files:
-        raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
-    return [(file, False) for file in files]
-
-
-def _read_file(path: Path, is_named: bool, unread: collections.Counter[str]) -> Iterator[Record]:
-    with open_rows(path) as file:
-        # Read line by line; other files show their form only as a whole.
-        if plain_name(path).endswith(".jsonl"):
-            yield from _parse_rows(_lines(path, file), unread)
-            return
+def _read_part(part: str, unread: collections.Counter[str]) -> list[Record]:
+    """Return the records of a file, a folder or a glob; say which of its files are not read."""
+    files, texts, left_out = find_files(part), {}, collections.Counter[str]()
+    records: list[list[Record]] = []
+    has_rows = False
+    for path in files.paths:
         try:
-            text = file.read().decode("utf-8-sig")
+            content = read_file(path)
         except UnicodeDecodeError as error:
-            if is_named:
+            if files.is_named:
                 raise UserError(f"{path}: not UTF-8 text ({error})") from None
-            return  # a picture or an archive in a folder of texts
+            left_out[ending(path)] += 1  # a picture or an archive in a folder of texts
+            continue
 
-    rows = _rows_in(path, text)
-    if rows is not None:
-        yield from _parse_rows(rows, unread)
-    elif text.strip():
-        yield Text(str(path), text)
+        if not isinstance(content, str):
+            records.append(list(_parse_rows(content, unread)))
+            has_rows = True
+        elif content.strip():
+            if is_about_data(path):
+                texts[len(records)] = path
+            records.append([Text(str(path), content)])
+
+    left_out += files.left_out  # drops what was counted no time
+    # Next to rows, or to tables that are not read, a card is not what is to be learnt.
+    if not files.is_named and (has_rows or left_out.keys() & NOT_READ):
+        for index, path in texts.items():
+            records[index] = []
+            left_out[ending(path)] += 1
+    if left_out:
+        listed = ", ".join(f"{name} ({count})" for name, count in left_out.most_common())
+        said = f"--data={part}: files that are not read: {listed}"
+        if not any(records):
+            raise UserError(f"{said}; there are no others")
+        say(said)
+    return list(itertools.chain.from_iterable(records))
 
 
-def _parse_rows(
-    rows: Iterable[tuple[str, Any]], unread: collections.Counter[str]
-) -> Iterator[Record]:
+def _parse_rows(rows: Rows, unread: collections.Counter[str]) -> Iterator[Record]:
     """Yield the records of rows: values, or bytes of JSON.
 
     Raises UserError at the end, naming all rows that cannot be read.
     """
     refused: dict[str, UserError] = {}
+    num_failed = 0
     for source, row in rows:
         try:
             value = parse_line(row, source) if isinstance(row, bytes) else row
-            records = parse_row(value, source)
+            records = parse_row(value, source, unread)
+            num_failed += not records
+            yield from records
         except UserError as error:
             refused[source] = error
-            continue
-        # For a refused row only the mistake is reported, not its ignored fields.
-        unread.update(value.keys() - READ_FIELDS)
-        yield from records
+    if num_failed:
+        say(f"left out {num_failed} rows that `generate` could not decode, the last at {source}")
 
     if refused:
         first, *others = refused
         more = f"{', '.join(others[:MOST_NAMED])}{', ...' if len(others) > MOST_NAMED else ''}"
         also = f"; {len(others)} more cannot be read: {more}" if others else ""
         raise UserError(f"{refused[first]}{also}")
-
-
-def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield (source, line) of the lines of a JSONL file that are not empty."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield f"{path}:{number}", line
-
-
-def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
-    """Return the (source, row) pairs in a file that is not named .jsonl; None for a plain text.
-
-    Rows may be a list, a list in an object, one object, or JSONL under another name.
-    Raises UserError for a text that looks like rows and cannot be read as such: it would be trained
-    on as it stands, marks and names of fields included.
-    """
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    is_json = plain_name(path).endswith(".json")
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        # Several values one a line, something torn, or no JSON at all.
-        first, *others = filter(str.strip, text.split("\n"))
-        if _holds_row(first) or (is_json and others and _holds_row(first, of_any_kind=True)):
-            return _lines(path, text.encode().split(b"\n"))
-        if _ROW_BEGINNING.match(text, 0, 10_000):
-            raise UserError(
-                f"{path}: looks like rows, but is not JSON ({error}); expected one object a line "
-                "(.jsonl), or a list of objects (.json)"
-            ) from None
-        return None
-
-    if is_row(value):
-        return [(str(path), value)]
-    if isinstance(value, dict):
-        # {"data": [...]} and the like.
-        lists = {name: rows for name, rows in value.items() if _are_rows(rows)}
-        return [
-            (f"{path}[{n}][{i}]", row) for n, rows in lists.items() for i, row in enumerate(rows)
-        ] or None
-    # A .json list of other objects is a mistake, which parsing its rows will explain.
-    is_list = _are_rows(value) or (is_json and all(isinstance(row, dict) for row in value))
-    return [(f"{path}[{number}]", row) for number, row in enumerate(value)] if is_list else None
-
-
-def _holds_row(line: str, of_any_kind: bool = False) -> bool:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return is_row(value) or (of_any_kind and isinstance(value, dict))
-
-
-def _are_rows(value: Any) -> bool:
-    return isinstance(value, list) and any(map(is_row, value))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.data.chat_templates import template_notice
+from clover_jax.data.forms import content_text
 from clover_jax.data.prompts import (
     BadPrompt,
     Failures,
@@ -132,9 +133,10 @@ class LiveText:
         """Return the text of a prompt; for a conversation only the user's newest turn."""
         # The template's text around a question is noise to a reader.
         if prompt.turns is not None:
-            return f"{prompt.turns[self._turn_number]}\n"
+            said = prompt.turns[self._turn_number]
+            return f"{said if isinstance(said, str) else content_text(said[-1])}\n"
         if prompt.messages is not None:
-            return f"{prompt.messages[-1]['content']}\n"
+            return f"{content_text(prompt.messages[-1])}\n"
         if prompt.text is not None:
             return prompt.text
         if self._tokenizer is not None:

@@ -18,15 +18,14 @@ from starlette.routing import Route
 
 import clover_jax
 from clover_jax.data.chat import encode_prompt
-from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error
 from clover_jax.serving.body import RETRY, ApiError, read_object
 from clover_jax.serving.requests import (
     Call,
     Served,
-    as_messages,
     check_model,
+    conversation_prompt,
     read_chat,
     read_completion,
 )
@@ -158,7 +157,7 @@ async def _tokenize(request: Request) -> Response:
 
     # In a thread: a long text takes its time, and others wait for events meanwhile.
     if asked.messages is not None:
-        prompt = Prompt(0, "messages", messages=as_messages(asked.messages))
+        prompt = conversation_prompt(asked, asked.messages, ready.served)
         vocab_size = ready.models.base.config.vocab_size
         ids = await asyncio.to_thread(encode_prompt, prompt, ready.models.tokenizer, vocab_size)
     else:

@@ -7,15 +7,18 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
+from clover_jax.data.forms import read_messages, read_variables
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import shown
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
+from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError
 from clover_jax.serving.shapes import (
     ChatRequest,
     CommonRequest,
     CompletionRequest,
     Message,
+    TokenizeRequest,
     validated,
 )
 
@@ -30,11 +33,13 @@ class Served(NamedTuple):
 
     model: the name that it may ask for. max_model_len: tokens of a prompt and its answer.
     max_asks: choices that one request may have, over all of its prompts.
+    reads_tools: whether the chat template has a place for tools.
     """
 
     model: str
     max_model_len: int
     max_asks: int
+    reads_tools: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,12 +135,12 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     request = _checked(ChatRequest, body, served)
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
-    messages = as_messages(request.messages)
+    prompt = conversation_prompt(request, request.messages, served, request.prediction)
     # Clients send the limit by its newer name, by its older one, or by both.
     newer, older = request.max_completion_tokens, request.max_tokens
     return _call(
         request,
-        [Prompt(0, "messages", messages=messages, prediction=request.prediction)],
+        [prompt],
         served,
         peer,
         max_tokens=older if newer is None else newer,
@@ -145,13 +150,30 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     )
 
 
-def as_messages(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
-    """Return messages as prompts have them."""
+def conversation_prompt(
+    request: ChatRequest | TokenizeRequest,
+    messages: Sequence[Message],
+    served: Served,
+    prediction: str | None = None,
+) -> Prompt:
+    """Return the prompt of messages, with the tools and the like of their body.
+
+    Raises ApiError for messages that cannot be read.
+    """
     # OpenAI has renamed the system to developer; templates know it by its old name.
-    return tuple(
-        {"role": item.role.replace("developer", "system"), "content": item.content}
+    listed = [
+        item.model_dump(exclude_unset=True) | {"role": item.role.replace("developer", "system")}
         for item in messages
-    )
+    ]
+    body = request.model_dump(include={"tools", "documents", "chat_template_kwargs"})
+    try:
+        read = read_messages(listed, "messages").messages
+        variables = read_variables(body)
+    except UserError as error:
+        raise ApiError(str(error), param=str(error).split(" ")[0]) from None
+    if variables.get("tools") and not served.reads_tools:
+        raise ApiError("tools: the model's chat template has no place for them", param="tools")
+    return Prompt(0, "messages", messages=read, variables=variables, prediction=prediction)
 
 
 def _checked(kind: type[R], body: Mapping[str, Any], served: Served) -> R:

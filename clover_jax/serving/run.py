@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
+from clover_jax.data.chat_templates import words_of
 from clover_jax.decoding.models import Models, load
 from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.errors import UserError
@@ -212,7 +213,9 @@ def _start(options: ServeOptions) -> Ready:
 
     for each in (scheduler, *others.values()):
         each.start()
-    served = Served(options.model_name, scheduler.context, options.max_waiting)
+    tokenizer = models.tokenizer
+    reads_tools = tokenizer is not None and "tools" in words_of(tokenizer)
+    served = Served(options.model_name, scheduler.context, options.max_waiting, reads_tools)
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 

@@ -41,11 +41,7 @@ _BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
 _NOT_DONE = dict(
     sorted((name, neutral) for neutral, names in _BY_NEUTRAL_VALUES for name in names.split())
 )
-_NOT_DONE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "tool_calls": ([],),
-    "function_call": (),
-    "audio": (),
-}
+_NOT_DONE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"audio": ()}
 
 
 def _whole_text(value: str) -> str:
@@ -120,7 +116,6 @@ def _as_prediction(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_whole_text)]
-Content = Annotated[Text, BeforeValidator(_as_content)]
 _Stop = Annotated[Text, Field(min_length=1)]
 
 
@@ -169,13 +164,21 @@ class CompletionRequest(CommonRequest):
 
 
 class Message(_Shape):
-    """One message of a conversation."""
+    """One message of a conversation; `read_messages` reads the rest of it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content
+    model_config = pydantic.ConfigDict(extra="allow")
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
 
 
-class ChatRequest(CommonRequest):
+class _Conversation(_Shape):
+    """What a chat template reads."""
+
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class ChatRequest(CommonRequest, _Conversation):
     """The body of /v1/chat/completions."""
 
     # One mistake is reported; a list of thousands of them would only take time.
@@ -188,7 +191,7 @@ class ChatRequest(CommonRequest):
     echo: Literal[False] | None = None
 
 
-class TokenizeRequest(_Shape):
+class TokenizeRequest(_Conversation):
     """The body of /tokenize, as vLLM has it: a text or a conversation."""
 
     model: Text | None = None

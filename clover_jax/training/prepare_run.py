@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 from clover_jax.checkpoints.loading import describe_base, load_base
 from clover_jax.data.chat import Encoded
 from clover_jax.data.chat_templates import template_notice, with_chat_template
+from clover_jax.data.forms import content_text, parse_row
 from clover_jax.data.prepared import (
     HELDOUT,
     HIDDEN,
@@ -22,7 +23,7 @@ from clover_jax.data.prepared import (
     pack_sample,
 )
 from clover_jax.data.prompts import Prompt
-from clover_jax.data.records import Conversation, Record, Text, TokenRow, data_hash, parse_row
+from clover_jax.data.records import Conversation, Message, Record, Text, TokenRow, data_hash
 from clover_jax.data.samples import RecordSamples, SampleCounts, look_at
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import Records, read_records, sample_identity
@@ -298,16 +299,33 @@ def _prompt(index: int, record: Record) -> Prompt:
 
 
 def _conversation_prompt(index: int, record: Conversation) -> Prompt:
-    """Return system messages and the user's turns.
+    """Return system messages, and what the others say before each answer.
 
-    Messages of one side in a row are one turn; an answer before the first question is left out.
+    Messages of one side in a row are one turn; an answer before the first question is left out. An
+    answer that a tool replied to stays in its place with the reply, since another call would have
+    another one; the base answers after it.
     """
     # The system speaks before the first turn, wherever its message was found.
-    system = [content for role, content in record.messages if role == "system"]
-    others = [message for message in record.messages if message[0] != "system"]
-    runs = itertools.groupby(others, key=lambda message: message[0] == "assistant")
-    turns = ["\n".join(content for _, content in run) for is_answer, run in runs if not is_answer]
-    if not turns:
+    system = tuple(message for message in record.messages if message["role"] == "system")
+    others = [message for message in record.messages if message["role"] != "system"]
+    turns: list[list[Message]] = [[]]
+    for message, following in itertools.zip_longest(others, others[1:]):
+        is_answer = message["role"] == "assistant"
+        if is_answer and (following is None or following["role"] in ("assistant", "user")):
+            turns += [[]] if turns[-1] else []
+        else:
+            turns[-1].append(message)
+
+    said = tuple(map(_turn, filter(None, turns)))
+    if not said:
         raise UserError(f"{record.source}: nobody asks anything, so there is nothing to answer")
-    messages = tuple({"role": "system", "content": content} for content in system)
-    return Prompt(index, record.source, messages=messages or None, turns=tuple(turns))
+    return Prompt(
+        index, record.source, messages=system or None, turns=said, variables=record.variables
+    )
+
+
+def _turn(messages: list[Message]) -> str | tuple[Message, ...]:
+    """Return a turn of the user's text alone as one text, and other messages as they are."""
+    if any(message["role"] != "user" for message in messages):
+        return tuple(messages)
+    return "\n".join(map(content_text, messages))

@@ -6,10 +6,12 @@ from hypothesis import strategies as st
 from tokenizers import processors
 
 from clover_jax.data.chat import encode_prompt, encode_record, render_plain
+from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompts import parse_prompt
-from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
+from clover_jax.data.records import Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
+from tests.data.conversations import conversation
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))
@@ -70,7 +72,7 @@ def test_a_tokenizer_that_adds_eos_itself_gives_the_same_samples(plain, tmp_path
     sections = [
         Text("f", "the", starts, ends) for starts in (False, True) for ends in (False, True)
     ]
-    for record in (*sections, Conversation("f", ASK), Conversation("f", ASK[:3])):
+    for record in (*sections, conversation("f", ASK), conversation("f", ASK[:3])):
         ours, theirs = (encode_record(record, each, 300) for each in (adding, plain))
         # The tokenizer that adds no EOS adds no BOS either.
         begins = int(ours.tokens[0] == adding.bos_token_id)
@@ -79,7 +81,7 @@ def test_a_tokenizer_that_adds_eos_itself_gives_the_same_samples(plain, tmp_path
 
 
 def test_only_the_assistant_counts_in_a_chat_template(chat):
-    encoded = encode_record(Conversation("f", ASK), chat, 300)
+    encoded = encode_record(conversation("f", ASK), chat, 300)
     assert chat.decode(encoded.tokens) == (
         "<s>[user]the hat[assistant]he had it[user]the[assistant]be"
     )
@@ -87,14 +89,14 @@ def test_only_the_assistant_counts_in_a_chat_template(chat):
 
 
 def test_the_end_of_turn_counts_and_the_newline_after_it_does_not(chatml):
-    encoded = encode_record(Conversation("f", ASK), chatml, 300)
+    encoded = encode_record(conversation("f", ASK), chatml, 300)
     assert masked_text(encoded, chatml) == "he had it</s>be</s>"
 
 
 @pytest.mark.parametrize("content", ["", " ", "\n"])
 def test_an_empty_answer_counts_its_end_of_turn_only(chatml, content):
     messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
-    encoded = encode_record(Conversation("f", messages), chatml, 300)
+    encoded = encode_record(conversation("f", messages), chatml, 300)
     assert masked_text(encoded, chatml) == content + "</s>be</s>"
 
 
@@ -116,7 +118,7 @@ def test_an_answer_may_be_empty_or_a_part_of_the_end_of_turn_marker(tmp_path, co
     messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
     for template, last in ((INSTRUCT, "be"), (THINKING, "<think></think>\nbe")):
         tokenizer = load_tokenizer(save_byte_level(tmp_path, template))
-        encoded = encode_record(Conversation("f", messages), tokenizer, 300)
+        encoded = encode_record(conversation("f", messages), tokenizer, 300)
         assert masked_text(encoded, tokenizer) == f"{content}</s>{last}</s>"
 
 
@@ -132,31 +134,31 @@ def test_past_answers_may_end_in_another_marker_than_the_last(tmp_path, content)
     )
     tokenizer = load_tokenizer(save_byte_level(tmp_path, template))
     messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
-    encoded = encode_record(Conversation("f", messages), tokenizer, 300)
+    encoded = encode_record(conversation("f", messages), tokenizer, 300)
     assert masked_text(encoded, tokenizer) == f"<final>{content}<final>be<return>"
 
 
 def test_spaces_that_a_tokenizer_trims_from_offsets_count(tmp_path):
     tokenizer = load_tokenizer(save_byte_level(tmp_path, CHATML))
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    record = Conversation("f", (("user", " a  b "), ("assistant", "a\n  b "), *ASK))
+    record = conversation("f", (("user", " a  b "), ("assistant", "a\n  b "), *ASK))
     encoded = encode_record(record, tokenizer, 300)
     assert masked_text(encoded, tokenizer) == "a\n  b </s>he had it</s>be</s>"
 
 
 def test_without_a_template_messages_end_in_newlines_and_the_answer_counts(plain):
-    encoded = encode_record(Conversation("f", ASK), plain, 300)
+    encoded = encode_record(conversation("f", ASK), plain, 300)
     assert plain.decode(encoded.tokens) == "the hat\nhe had it\nthe\nbe\n</s>"
     assert masked_text(encoded, plain) == "he had it\nbe\n</s>"
 
 
 def test_a_conversation_that_ends_with_the_user_has_no_eos_that_counts(plain):
-    encoded = encode_record(Conversation("f", ASK[:3]), plain, 300)
+    encoded = encode_record(conversation("f", ASK[:3]), plain, 300)
     assert masked_text(encoded, plain) == "he had it\n"
 
 
 def test_render_plain_gives_the_docstrings_example():
-    text, spans = render_plain(Conversation("f", (("user", "a"), ("assistant", "b"))))
+    text, spans = render_plain(conversation("f", (("user", "a"), ("assistant", "b"))))
     assert text == "a\nb\n"
     assert spans == [(2, 4)]
 
@@ -164,14 +166,14 @@ def test_render_plain_gives_the_docstrings_example():
 @pytest.mark.parametrize("kind", ["plain", "chat"])
 def test_what_precedes_an_answer_is_the_prompt_that_generate_reads(kind, request):
     tokenizer = request.getfixturevalue(kind)
-    encoded = encode_record(Conversation("f", ASK[:2]), tokenizer, 300)
+    encoded = encode_record(conversation("f", ASK[:2]), tokenizer, 300)
     messages = [{"role": "user", "content": ASK[0][1]}]
     prompt = encode_prompt(parse_prompt({"messages": messages}, 0, "f"), tokenizer, 300)
     assert encoded.tokens[: encoded.loss_mask.argmax()].tolist() == prompt
 
 
 def test_offsets_of_a_sentencepiece_tokenizer_are_understood(fallback):
-    encoded = encode_record(Conversation("f", ASK[:2]), fallback, 300)
+    encoded = encode_record(conversation("f", ASK[:2]), fallback, 300)
     assert masked_text(encoded, fallback).split() == ["he", "had", "<unk>t</s>"] or (
         "he had" in masked_text(encoded, fallback)
     )
@@ -192,7 +194,7 @@ def test_the_mask_never_covers_a_users_word(messages):
     marked = tuple(
         (role, text.upper() if role == "user" else text.lower()) for role, text in messages
     )
-    text, spans = render_plain(Conversation("f", marked))
+    text, spans = render_plain(conversation("f", marked))
     covered = "".join(text[start:end] for start, end in spans)
     assert covered == covered.lower()
     assert covered == "".join(text + "\n" for role, text in marked if role == "assistant")
@@ -215,19 +217,19 @@ def test_ids_outside_the_vocabulary_are_refused():
 
 
 def test_what_a_template_refuses_is_said(chat):
-    record = Conversation("f:3", (("system", "be nice"), *ASK))
+    record = conversation("f:3", (("system", "be nice"), *ASK))
     with pytest.raises(UserError, match="f:3: the base's chat template refuses.*no system role"):
         encode_record(record, chat, 300)
 
 
 def test_answers_before_the_first_question_are_left_out(chat, plain):
     greeting = ("assistant", "hello")
-    greeted, record = Conversation("f", (greeting, greeting, *ASK)), Conversation("f", ASK)
+    greeted, record = conversation("f", (greeting, greeting, *ASK)), conversation("f", ASK)
     ours, theirs = (encode_record(one, chat, 300) for one in (greeted, record))
     assert ours.tokens.tolist() == theirs.tokens.tolist()
     assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
     for messages in ((greeting,), ()):
-        assert encode_record(Conversation("f", messages), chat, 300).tokens.size == 0
+        assert encode_record(conversation("f", messages), chat, 300).tokens.size == 0
     assert "hello" in masked_text(encode_record(greeted, plain, 300), plain)
 
 
@@ -235,7 +237,7 @@ def test_a_template_that_rewrites_the_past_is_refused(tmp_path):
     template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer = load_tokenizer(save_byte_level(tmp_path, template))
     with pytest.raises(UserError, match="renders the conversation before answer 1 differently"):
-        encode_record(Conversation("f", ASK[:2]), tokenizer, 300)
+        encode_record(conversation("f", ASK[:2]), tokenizer, 300)
 
 
 def row(**values):
@@ -269,6 +271,34 @@ def test_a_question_and_messages_go_through_the_template(chat):
 
 def test_the_begin_token_of_a_template_is_not_doubled(chat):
     assert encode_prompt(row(question="Why?"), chat, 300).count(chat.bos_token_id) == 1
+
+
+@pytest.fixture
+def adding_bos(tmp_path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one(adding_bos):
+    for text in ("<s>the hat</s>", "the hat</s>"):
+        ids = encode_record(Text("f", text), adding_bos, 300).tokens
+        assert adding_bos.decode(ids) == "<s>the hat</s>"
+        assert encode_prompt(row(prompt=text), adding_bos, 300) == ids.tolist()
+    asked = (("user", "<s>a"), ("assistant", "b"))
+    encoded = encode_record(conversation("f", asked), adding_bos, 300)
+    assert adding_bos.decode(encoded.tokens) == "<s>a\nb\n</s>"
+    assert masked_text(encoded, adding_bos) == "b\n</s>"
+    assert encoded_text(adding_bos, row(question="<s>a")) == "<s>a\n"
+
+
+def test_texts_rendered_for_another_tokenizer_are_told_about(plain):
+    rows = [Text("f", "<|begin_of_text|>the hat"), Text("f", "<s>the hat"), Text("f", "the hat")]
+    notice = template_notice([*rows, row(prompt="<bos>the")], plain)
+    assert notice.startswith("2 texts begin with a mark of another tokenizer, <|begin_of_text|> in")
+    assert template_notice(rows[1:], plain) is None
 
 
 def test_turns_are_played_with_the_answers_so_far(chat, plain):

@@ -73,7 +73,11 @@ def test_a_row_knows_its_turns_and_whether_it_is_a_conversation():
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({}, "expected one of prompt, question, prompt_ids, messages, turns; found only nothing"),
+        (
+            {},
+            "expected one of prompt, question, prompt_ids, messages, conversations, instruction, "
+            "turns; found only nothing",
+        ),
         ({"text": "a", "id": 1}, "found only 'text', 'id'"),
         ({"prompt": "a", "turns": ["b"]}, "found prompt and turns"),
         ({"prompt": 3}, "prompt must be a string, not 3"),
@@ -81,9 +85,9 @@ def test_a_row_knows_its_turns_and_whether_it_is_a_conversation():
         ({"prompt_ids": [1, -1]}, "not [1, -1]"),
         ({"prompt_ids": [True]}, "not [true]"),
         ({"turns": "a"}, 'turns must be a list of strings, at least one, not "a"'),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "system|user|assistant|tool"),
-        ({"messages": [{"role": "user", "content": ["x"]}]}, '"content": text'),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "that ends with a user message"),
+        ({"messages": [{"role": 3, "content": "x"}]}, "messages[0].role must be a name"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "content[0] has the type 3; only text"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "must be messages that end with"),
         ({"prompt": "a", "seed": 1.5}, "seed must be a whole number from 0, not 1.5"),
         ({"prompt": "a", "temperature": "hot"}, 'temperature must be a number, not "hot"'),
         ({"prompt": "a", "temperature": float("nan")}, "temperature must be a number"),

@@ -9,6 +9,7 @@ from clover_jax.data.corpus import Document
 from clover_jax.data.records import Text, TokenRow
 from clover_jax.data.training_data import read_records
 from clover_jax.errors import UserError
+from tests.data.conversations import conversation
 
 ROW = json.dumps({"text": "hello"}) + "\n"
 
@@ -51,9 +52,8 @@ def test_what_looks_like_rows_is_read_as_rows(tmp_path, name, content, count):
     with opener(tmp_path / name, "wb") as file:
         file.write(content.encode())
     records = read_records(str(tmp_path / name)).train
-    assert [record.messages for record in records] == [
-        (("user", "hi"), ("assistant", "ho"))
-    ] * count
+    expected = conversation("f", (("user", "hi"), ("assistant", "ho")))
+    assert [record.messages for record in records] == [expected.messages] * count
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_what_looks_like_rows_is_read_as_rows(tmp_path, name, content, count):
         ("torn.json", LIST[:-3], "torn.json: looks like rows, but is not JSON"),
         ("torn.txt", json.dumps({"data": [CHAT]})[:-4], "torn.txt: looks like rows, but is not"),
         ("torn2.json", LINES[:-9], "torn2.json:2: not JSON"),
-        ("other.json", '[{"instruction": "a", "output": "b"}]', "found 'instruction', 'output'"),
+        ("other.json", '[{"instruction": "a", "out": "b"}]', "found 'instruction', 'out'"),
         ("other2.json", '{"instruction": "a"}\n{"instruction": "b"}', "found 'instruction'"),
     ],
 )
@@ -106,13 +106,11 @@ def test_rows_as_generate_writes_them_are_read(tmp_path):
 
 
 def test_fields_of_records_that_are_not_read_are_named_once(tmp_path, capsys):
-    row = {"prompt": "a", "response": "b", "system_prompt": "c", "id": 1}
+    row = {"prompt": "a", "response": "b", "system_prompt": "c", "id": 1, "kind": "d"}
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(json.dumps(row) + "\n" + json.dumps({"text": "d"}))
     read_records(str(tmp_path))
-    assert capsys.readouterr().err == (
-        f'--data={tmp_path}: no command reads "system_prompt" (2 rows)\n'
-    )
+    assert capsys.readouterr().err == (f'--data={tmp_path}: no command reads "kind" (2 rows)\n')
 
 
 def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):
@@ -141,7 +139,9 @@ def test_unreadable_rows_are_refused_by_name(tmp_path, content, message):
 def test_all_rows_that_cannot_be_read_are_named(tmp_path):
     lines = ['{"text": "a"}', '{"text": 3}', "{", '{"text": "b"}', "[]"]
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
-    message = "d.jsonl:2: .*found 3.*; 2 more cannot be read: .*d.jsonl:3, .*d.jsonl:5$"
+    message = (
+        "d.jsonl:2: .*text must be text, not 3; 2 more cannot be read: .*d.jsonl:3, .*d.jsonl:5$"
+    )
     with pytest.raises(UserError, match=message):
         texts(str(tmp_path / "d.jsonl"))
 

@@ -1,19 +1,22 @@
+import collections
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clover_jax.data.forms import parse_row
 from clover_jax.data.records import (
-    Conversation,
     Text,
     TokenRow,
     TokenTurns,
     content_hash,
     cut_text,
     data_hash,
-    parse_row,
+    json_hash,
     split_by_hash,
 )
 from clover_jax.errors import UserError
+from tests.data.conversations import conversation
 
 
 @pytest.mark.parametrize(
@@ -22,15 +25,15 @@ from clover_jax.errors import UserError
         ({"text": "a"}, Text("f:1", "a")),
         (
             {"prompt": "a", "response": "b", "kind": "x"},
-            Conversation("f:1", (("user", "a"), ("assistant", "b"))),
+            conversation("f:1", (("user", "a"), ("assistant", "b"))),
         ),
         (
             {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
-            Conversation("f:1", (("system", "s"), ("user", "u"))),
+            conversation("f:1", (("system", "s"), ("user", "u"))),
         ),
         (
             {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
-            Conversation("f:1", (("user", "u"), ("assistant", "a"))),
+            conversation("f:1", (("user", "u"), ("assistant", "a"))),
         ),
         ({"prompt_ids": [1, 2], "output_ids": [3]}, TokenRow("f:1", (1, 2), (3,))),
     ],
@@ -52,21 +55,54 @@ def test_a_turn_that_rewrites_the_past_is_a_record_of_its_own():
 @pytest.mark.parametrize("reason", ["error", "skipped"])
 def test_a_row_that_says_why_it_has_no_text_holds_nothing(reason):
     assert parse_row({"index": 3, reason: "too long"}, "f") == []
-    assert parse_row({"text": "a", reason: None}, "f") == [Text("f", "a")]
+    assert parse_row({"index": 3, "prompt_ids": [1], reason: "too long"}, "f") == []
+    for said in (None, "too long"):
+        assert parse_row({"text": "a", reason: said}, "f") == [Text("f", "a")]
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"conversations": [{"role": "user", "content": "u"}]}, "u"),
+        ({"messages": [{"from": "human", "value": "u"}], "text": None}, "u"),
+        ({"messages": '[{"role": "user", "content": "u"}]'}, "u"),
+        ({"messages": None, "conversations": [{"role": "human", "content": "u"}]}, "u"),
+        ({"instruction": "u", "input": "", "output": "a"}, "ua"),
+        ({"instruction": "u", "input": "more", "output": "a", "system": ""}, "u\n\nmorea"),
+        ({"instruction": "u", "context": "more", "response": "a"}, "u\n\nmorea"),
+        ({"system_prompt": "s", "question": "u", "response": "a"}, "sua"),
+        ({"question": "u", "answer": "a"}, "ua"),
+        ({"prompt": "u", "completion": "a", "response": None}, "ua"),
+        ({"system": "s", "conversations": [{"from": "gpt", "value": "a"}]}, "sa"),
+    ],
+)
+def test_forms_of_the_fields_data_sets_are_read(row, expected):
+    unread = collections.Counter()
+    (record,) = parse_row({**row, "tools": None}, "f", unread)
+    assert "".join(message["content"] for message in record.messages) == expected
+    assert not unread
+
+
+def test_keys_that_are_not_read_are_counted_and_nulls_are_not():
+    unread = collections.Counter()
+    row = {"messages": [], "text": "rendered", "response": None, "kind": "x", "input": "y"}
+    parse_row(row, "f", unread)
+    parse_row(row, "f", unread)
+    assert unread == {"text": 2, "kind": 2, "input": 2}
 
 
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"prompt": "a"}, "f:7: expected prompt and response, messages"),
-        ([1], "f:7: expected an object, found list"),
-        ({"text": 3}, "f:7: a malformed row: .*expected text, found 3"),
-        ({"messages": [{"role": "user"}]}, "f:7: a malformed row: KeyError"),
+        ({"prompt": "a"}, "f:7: expected prompt and response, instruct"),
+        ([1], r"f:7: expected an object, found \[1\]"),
+        ({"text": 3}, "f:7: text must be text, not 3"),
+        ({"messages": [{"role": "user"}]}, r"f:7: messages\[0\].content is missing"),
         (
             {"conversations": [{"from": "model", "value": "a"}]},
-            "f:7: a message is from 'model'; it may be from human, user, gpt, ",
+            r'f:7: conversations\[0\] is from "model"; it may be from human, user, gpt, ',
         ),
-        ({"prompt_ids": [[1]], "output_ids": [[1], [2]]}, "f:7: a malformed row: ValueError"),
+        ({"prompt_ids": [[1]], "output_ids": [[1], [2]]}, "f:7: prompt_ids and output_ids must be"),
         ({"prompt_ids": ["a"], "output_ids": [1]}, "f:7: prompt_ids and output_ids must be lists"),
     ],
 )
@@ -101,6 +137,16 @@ def test_the_split_depends_on_what_a_record_says_and_nothing_else():
 def test_a_handful_of_records_is_all_trained_on():
     records = [Text("f", f"text {i}") for i in range(19)]
     assert split_by_hash(records) == (records, [])
+
+
+def test_a_conversation_of_texts_keeps_the_hash_of_earlier_versions():
+    record = conversation("f", (("user", "a"), ("assistant", "b")))
+    assert content_hash(record) == json_hash(
+        {"source": None, "messages": [["user", "a"], ["assistant", "b"]]}
+    )
+    with_tools = conversation("f", (("user", "a"), ("assistant", "b")), variables={"tools": [1]})
+    unlearnt = conversation("f", (("user", "a"), ("assistant", "b")), unlearnt=(1,))
+    assert len({content_hash(one) for one in (record, with_tools, unlearnt)}) == 3
 
 
 def test_hashes_ignore_where_and_heed_what():

@@ -2,10 +2,11 @@ import pytest
 
 from clover_jax.data.chat import encode_record
 from clover_jax.data.chat_templates import with_chat_template
-from clover_jax.data.records import Conversation, TokenRow
+from clover_jax.data.records import TokenRow
 from clover_jax.data.samples import RecordSamples, look_at
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
+from tests.data.conversations import conversation
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))
@@ -43,7 +44,7 @@ def test_samples_are_counted():
 
 
 def test_data_without_a_token_to_learn_are_refused():
-    records = [Conversation("f", (("user", "hi"),))] * 3
+    records = [conversation("f", (("user", "hi"),))] * 3
     samples = RecordSamples([TokenRow("f", (1, 2), ())] * len(records), None, 10, 8)
     with pytest.raises(UserError, match="none of the 6 tokens in 3 samples is an assistant's"):
         look_at(samples).check(samples)
@@ -63,7 +64,7 @@ def test_data_that_count_no_token_but_the_last_of_a_row_are_refused():
 
 def test_a_greeting_without_a_question_is_no_lost_answer(tmp_path):
     tokenizer = tokenizer_with(tmp_path, CHAT_TEMPLATE)
-    records = [Conversation("f", (("assistant", "hello"),)), Conversation("f", ASK)]
+    records = [conversation("f", (("assistant", "hello"),)), conversation("f", ASK)]
     assert look_at(RecordSamples(records, tokenizer, 300, 64)).without_answer == 1
 
 
@@ -80,7 +81,7 @@ def test_a_template_that_leaves_the_answer_out_is_refused(tmp_path):
         "{% endfor %}"
     )
     tokenizer = tokenizer_with(tmp_path, template)
-    samples = RecordSamples([Conversation("f", ASK)], tokenizer, 300, 64)
+    samples = RecordSamples([conversation("f", ASK)], tokenizer, 300, 64)
     with pytest.raises(UserError, match="all zero although the assistant says something"):
         look_at(samples).check(samples)
 
@@ -89,7 +90,7 @@ def test_a_template_without_assistant_markers_is_refused(tmp_path):
     template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
     tokenizer = tokenizer_with(tmp_path, template)
     with pytest.raises(UserError, match=r"no assistant marker: it puts '\[assistant\]' before"):
-        encode_record(Conversation("f", ASK), tokenizer, 300)
+        encode_record(conversation("f", ASK), tokenizer, 300)
 
 
 def test_a_template_whose_user_turn_ends_with_the_marker_is_fine(tmp_path):
@@ -98,13 +99,13 @@ def test_a_template_whose_user_turn_ends_with_the_marker_is_fine(tmp_path):
         "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
     )
     tokenizer = tokenizer_with(tmp_path, template)
-    encoded = encode_record(Conversation("f", ASK), tokenizer, 300)
+    encoded = encode_record(conversation("f", ASK), tokenizer, 300)
     assert masked_text(encoded, tokenizer) == " he had it</s> be</s>"
 
 
 def test_a_thinking_block_that_the_past_loses_is_understood(tmp_path):
     tokenizer = tokenizer_with(tmp_path, THINKING)
-    encoded = encode_record(Conversation("f", ASK), tokenizer, 300)
+    encoded = encode_record(conversation("f", ASK), tokenizer, 300)
     assert tokenizer.decode(encoded.tokens) == (
         "<user>the hat</s>\n<assistant>he had it</s>\n<user>the</s>\n<assistant>(think)\nbe</s>\n"
     )
@@ -125,14 +126,14 @@ THOUGHT = (*THOUGHT, ("assistant", "<think>d</think>hat"))
 
 def test_thinking_in_the_content_that_the_past_loses_is_understood(tmp_path):
     tokenizer = tokenizer_with(tmp_path, DROPPING)
-    encoded = encode_record(Conversation("f", THOUGHT), tokenizer, 300)
+    encoded = encode_record(conversation("f", THOUGHT), tokenizer, 300)
     assert masked_text(encoded, tokenizer) == "the</s><think>d</think>hat</s>"
 
 
 def test_a_conversation_that_a_template_rewrites_is_left_out_and_counted(tmp_path, capsys):
     tokenizer = tokenizer_with(tmp_path, BEGINNING)
-    one_turn = Conversation("f:1", (THOUGHT[0], THOUGHT[1]))
-    records = [one_turn] * 40 + [Conversation("f:41", THOUGHT)]
+    one_turn = conversation("f:1", (THOUGHT[0], THOUGHT[1]))
+    records = [one_turn] * 40 + [conversation("f:41", THOUGHT)]
     samples = RecordSamples(records, tokenizer, 300, 64)
     counts = look_at(samples)
     counts.check(samples)
@@ -145,7 +146,7 @@ def test_a_conversation_that_a_template_rewrites_is_left_out_and_counted(tmp_pat
 
 def test_data_that_a_template_mostly_rewrites_are_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, BEGINNING)
-    samples = RecordSamples([Conversation("f", THOUGHT)] * 3, tokenizer, 300, 64)
+    samples = RecordSamples([conversation("f", THOUGHT)] * 3, tokenizer, 300, 64)
     with pytest.raises(UserError, match="3 of 3 samples cannot be used, the first since f: the"):
         look_at(samples).check(samples)
 
@@ -170,7 +171,7 @@ def test_answers_without_an_end_are_said(eos, is_said):
 @pytest.mark.parametrize("name", ["vicuna", "baichuan2"])
 def test_shipped_templates_count_the_answers_and_their_eos(tmp_path, name):
     tokenizer = with_chat_template(tokenizer_with(tmp_path, None), name)
-    encoded = encode_record(Conversation("f", ASK), tokenizer, 300)
+    encoded = encode_record(conversation("f", ASK), tokenizer, 300)
     assert masked_text(encoded, tokenizer).replace(" ", "") == "hehadit</s>be</s>"
 
 

@@ -12,6 +12,7 @@ from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from clover_jax.training.prepare_run import _prompt
+from tests.data.conversations import conversation
 from tests.killed_processes import lines_in, run_through_kills
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE
@@ -128,11 +129,34 @@ def test_what_the_base_is_asked_keeps_the_system_and_joins_what_one_side_says(tm
         *(("system", "be nice"), ("assistant", "welcome"), ("user", "a"), ("user", "b")),
         *(("assistant", "x"), ("user", "c")),
     )
-    prompt = _prompt(3, Conversation("f", messages))
+    prompt = _prompt(3, conversation("f", messages))
     assert prompt.turns == ("a\nb", "c")
     tokenizer = load_tokenizer(Path(save_tiny_base(tmp_path / "base")))
     ids = encode_prompt(prompt, tokenizer, 300, ["ANSWER"])
     assert tokenizer.decode(ids) == "be nice\na\nb\nANSWER\nc\n"
+
+
+def test_tools_keep_what_they_said_and_the_base_answers_after_them(tmp_path):
+    call = {"role": "assistant", "content": "look", "tool_calls": [{"name": "f", "arguments": {}}]}
+    result = {"role": "tool", "content": "4 degrees", "tool_call_id": "c1"}
+    answer = {"role": "assistant", "content": "old"}
+    asked = {"role": "user", "content": "a"}
+    record = Conversation(
+        "f", (asked, call, result, call, result, answer, asked, answer), {"tools": [{"name": "f"}]}
+    )
+    prompt = _prompt(3, record)
+    assert prompt.turns == ((asked, call, result, call, result), "a")
+    assert prompt.variables == {"tools": [{"name": "f"}]}
+    template = (
+        "{{ tools | length }}{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+        "{% if m.tool_calls %}<call>{% endif %}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(Path(save_tiny_base(tmp_path / "base", template=template)))
+    ids = encode_prompt(prompt, tokenizer, 300, ["NEW"])
+    assert tokenizer.decode(ids) == (
+        "1[user]a[assistant]look<call>[tool]4 degrees[assistant]look<call>[tool]4 degrees"
+        "[assistant]NEW[user]a"
+    )
 
 
 def test_token_rows_are_asked_what_came_before_their_first_answer():
@@ -142,4 +166,4 @@ def test_token_rows_are_asked_what_came_before_their_first_answer():
 
 def test_a_conversation_without_a_question_is_refused():
     with pytest.raises(UserError, match="nobody asks anything"):
-        _prompt(0, Conversation("f", (("assistant", "hi"),)))
+        _prompt(0, conversation("f", (("assistant", "hi"),)))

@@ -82,11 +82,11 @@ def test_max_tokens_of_zero_shows_the_prompt_alone():
     assert call.asks[0].prompt_logprobs
 
 
-def test_parts_of_text_are_joined_and_a_developer_is_the_system():
+def test_parts_of_text_pass_and_a_developer_is_the_system():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": parts}, *MESSAGES]
     assert chat(messages=messages).asks[0].prompt.messages == (
-        {"role": "system", "content": "a\nb"},
+        {"role": "system", "content": parts},
         {"role": "user", "content": "Hi"},
     )
 
@@ -171,13 +171,13 @@ BAD_CHATS = [
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     (
         {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[1].content",
+        "messages[1].content[0]",
     ),
     (
         {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
+        "messages[0].tool_calls[0]",
     ),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": ["f"]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
