@@ -2,21 +2,27 @@
 
 import functools
 import json
+import os
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.models.decoder import packed_mask
 from clover_jax.models.score_rules import alibi_slopes
 from tests.tiny_checkpoints import edit_json
 from tests.torch_pairs import (
+    CLOSE,
     SHAPE,
     Logits,
     assert_padded_rows,
     assert_ragged_decoding,
+    our_logits,
+    random_ids,
     save_random_model,
     torch_logits,
 )
@@ -258,3 +264,103 @@ def test_alibi_slopes_are_blooms(torch, num_heads):
 
     distances = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
     np.testing.assert_allclose(alibi_slopes(num_heads), distances[:, 0, 1].numpy(), rtol=1e-6)
+
+
+EXTRA_BASE = os.environ.get("CLOVER_JAX_EXTRA_BASE")
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS = {
+    "grouped heads": {},
+    "one key head": {"num_key_value_heads": 1},
+    "one query head per key": {"num_key_value_heads": 4},
+    "wide heads": {"head_dim": 16},
+    "rope llama3": {"rope_parameters": LLAMA3},
+    "rope linear": {"rope_parameters": LINEAR | {"rope_theta": 1e4, "factor": 4.0}},
+    "rope yarn": {"rope_parameters": YARN},
+    "rope yarn without whole pairs": {"rope_parameters": YARN | {"truncate": False}},
+    "rope dynamic": {
+        "rope_parameters": LINEAR | {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    },
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.fixture
+def make_pair(torch, tmp_path):
+    """A function that makes a random torch model and the same model loaded by us."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make_pair(max_shard_size="1GB", dtype="float32", **changes):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**(SHAPE | changes)))
+        model = save_random_model(model, tmp_path, dtype, max_shard_size)
+        return model, load_base(str(tmp_path))
+
+    return make_pair
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(make_pair, variant):
+    model, base = make_pair(**VARIANTS[variant])
+    ids = random_ids(96)
+    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
+
+
+def test_logits_of_sharded_files(make_pair, tmp_path):
+    model, base = make_pair(max_shard_size="20KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    ids = random_ids(40)
+    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
+
+
+def test_logits_of_bfloat16_files(make_pair):
+    model, base = make_pair(dtype="bfloat16")
+    ids = random_ids(40)
+    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
+
+
+def test_packed_documents_equal_each_alone(make_pair):
+    model, base = make_pair()
+    lengths = (7, 1, 20, 4)
+    documents = [random_ids(n, seed=n) for n in lengths]
+    segments = np.repeat(np.arange(len(lengths)), lengths)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    packed, mask = np.concatenate(documents)[None], packed_mask(jnp.asarray(segments))
+    logits = our_logits(base, packed, jnp.asarray(positions), mask)
+    expected = np.concatenate([torch_logits(model, document) for document in documents])
+    np.testing.assert_allclose(logits[0], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("cache_length", [64, 512], ids=["one chunk", "several chunks"])
+def test_ragged_rows_decoded_with_a_cache(make_pair, cache_length):
+    model, base = make_pair()
+    assert_ragged_decoding(lambda ids: torch_logits(model, ids), base, cache_length)
+
+
+@pytest.mark.skipif(not EXTRA_BASE, reason="CLOVER_JAX_EXTRA_BASE names no folder")
+def test_logits_of_the_extra_base():
+    """A trained model of one's own choice: CLOVER_JAX_EXTRA_BASE=DIR."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(EXTRA_BASE, dtype=torch.float32).eval()
+    base = load_base(EXTRA_BASE)
+    ids = random_ids(200, base.config.vocab_size)
+    found, expected = our_logits(base, [ids])[0], torch_logits(model, ids)
+    print(f"largest difference {np.abs(found - expected).max():.2e}")
+    np.testing.assert_allclose(found, expected, **CLOSE)

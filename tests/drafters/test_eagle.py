@@ -1,6 +1,7 @@
-"""EAGLE-1 gives the numbers of the authors' code; its noise, its loss, its files."""
+"""EAGLE-1 and EAGLE-3 give the numbers of their authors' code; noise, losses and starts."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
-from clover_jax.drafters.drafter import frozen_from_base, select_features
+from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
 from clover_jax.drafters.eagle import noise_like
+from clover_jax.drafters.eagle3 import feature_layers
 from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
@@ -95,3 +97,124 @@ def test_one_position_is_trained(tmp_path):
     base = tiny_checkpoints.random_base(tmp_path)
     with pytest.raises(UserError, match=r"num_positions \(5\) must be 1"):
         make_head(TrainSettings(drafter="eagle", num_positions=5), base)
+
+
+STEPS = 4  # of the reference
+CLOSE = {"atol": 1e-4, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def reference(fixtures_dir):
+    folder = fixtures_dir / "eagle3_reference"
+    expected = np.load(folder / "expected.npz")
+    base = load_base(str(folder / "base"))
+    draft = load_draft(folder / "eagle3", base)
+    head = registry.head(dataclasses.replace(draft.head.config, num_positions=STEPS))
+    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
+    batch = Batch(
+        tokens=tokens,
+        segment_ids=jnp.ones_like(tokens),
+        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        loss_mask=jnp.asarray(expected["loss_mask"] > 0),
+    )
+    return base, head, draft.params, batch, expected
+
+
+@pytest.fixture(scope="module")
+def teacher(reference):
+    base, head, _, batch, _ = reference
+    return teach(base.config, base.params, head.config.features, batch)
+
+
+def test_features_are_those_of_the_reference(reference, teacher):
+    _, head, _, _, expected = reference
+    assert head.config.features == ("layer_2", "layer_4", "layer_5")
+    np.testing.assert_allclose(teacher.features, expected["features"], **CLOSE)
+
+
+def test_states_and_logits_of_every_step(reference, teacher):
+    base, head, params, batch, expected = reference
+    frozen, variables = frozen_from_base(base.params), {"params": params}
+    arguments = (frozen, teacher.features, batch, None)
+    hidden = head.module.apply(variables, *arguments, method="train_forward")
+    np.testing.assert_allclose(hidden, expected["draft_hidden"], **CLOSE)
+    for step in range(STEPS):
+        logits = head.module.apply(variables, frozen, hidden[step], step, method="logits")
+        np.testing.assert_allclose(logits, expected["draft_logits"][step], **CLOSE)
+
+
+def test_losses_of_every_step(reference, teacher):
+    base, head, params, batch, expected = reference
+    base_params = with_draft_rows(base.params, head.config)
+    config = TrainStepConfig(base.config, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
+    loss_of = jax.jit(functools.partial(head_loss, config))
+    loss, parts = loss_of(params, base_params, teacher, batch, jax.random.key(0))
+    np.testing.assert_allclose(parts.terms.soft_ce, expected["losses"], **CLOSE)
+    weights = 0.8 ** np.arange(STEPS)
+    np.testing.assert_allclose(loss, (weights * expected["losses"]).sum(), **CLOSE)
+
+
+def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss():
+    head, params = lively_head("eagle3", draft_to_target=tuple(range(0, 96, 2)))
+    head = registry.head(dataclasses.replace(head.config, num_positions=3))
+    # A base that is sure of itself, so that there is something to learn.
+    base = {**random_base(), "lm_head": 40 * random_base()["lm_head"]}
+    base_params = with_draft_rows(base, head.config)
+    batch = random_batch()
+    teacher = teach(TINY, base_params, head.config.features, batch)
+    config = TrainStepConfig(TINY, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
+
+    def loss(params):
+        return head_loss(config, params, base_params, teacher, batch, jax.random.key(0))[0]
+
+    differentiate, losses = jax.jit(jax.value_and_grad(loss)), []
+    for _ in range(20):
+        value, gradient = differentiate(params)
+        losses.append(float(value))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+            assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
+        params = jax.tree.map(lambda x, g: x - 0.01 * jnp.sign(g), params, gradient)
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_documents_packed_in_a_row_do_not_see_each_other():
+    head, params = lively_head("eagle3")
+    head = registry.head(dataclasses.replace(head.config, num_positions=3))
+    batch = random_batch(rows=1, num_segments=2)
+    features = jax.random.normal(jax.random.key(0), (1, 20, 3 * TINY.hidden_size))
+    second = np.flatnonzero(batch.segment_ids[0] == 2)
+    frozen = frozen_from_base(random_base())
+
+    @jax.jit
+    def hidden(features, tokens, segment_ids, positions):
+        arguments = (frozen, features, Batch(tokens, segment_ids, positions, tokens >= 0), None)
+        return head.module.apply({"params": params}, *arguments, method="train_forward")
+
+    packed = hidden(features, batch.tokens, batch.segment_ids, batch.positions)
+    cut = [x[:, second] for x in (features, batch.tokens, batch.segment_ids, batch.positions)]
+    alone = hidden(*cut)
+    # The last positions read tokens beyond the document's end, which no pair counts.
+    inner = second[: len(second) - 3]
+    np.testing.assert_allclose(packed[:, :, inner], alone[:, :, : len(inner)], atol=1e-5)
+
+
+def test_it_starts_with_the_bases_own_rows_and_norm():
+    table = tuple(range(1, 96, 3))
+    params = lively_head("eagle3", draft_to_target=table)[1]
+    base = random_base()
+    np.testing.assert_array_equal(params["lm_head"], base["lm_head"][np.array(table)])
+    np.testing.assert_array_equal(params["output_norm"]["scale"], base["final_norm"]["scale"])
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "names"),
+    [
+        (32, ("layer_2", "layer_16", "layer_29")),
+        (7, ("layer_2", "layer_3", "layer_4")),
+        (4, ("layer_1", "layer_2", "pre_norm")),
+        (3, ("layer_1", "layer_1", "pre_norm")),
+        (1, ("layer_0", "layer_0", "pre_norm")),
+    ],
+)
+def test_what_it_reads_of_a_base(num_layers, names):
+    assert feature_layers(num_layers) == names

@@ -1,4 +1,4 @@
-"""`pretrain` makes a folder that others read, resumes exactly, and names mistakes."""
+"""`pretrain`: its prompts, tokenizer and windows, a folder that others read, exact resumes."""
 
 import json
 import threading
@@ -7,17 +7,20 @@ import jax
 import numpy as np
 import pytest
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optax.contrib import MuonDimensionNumbers
 
 from clover_jax import cli
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.sources import find_directory
 from clover_jax.config import BaseConfig
-from clover_jax.data.corpus import is_heldout
+from clover_jax.data.corpus import Document, builtin_documents, is_heldout
 from clover_jax.errors import UserError
 from clover_jax.runtime.files import only_process_in
 from experiments.tiny_base import bits_per_byte, muon
 from experiments.tiny_base.base_folder import llama_config_values, round_to_bfloat16, save_base
+from experiments.tiny_base.function_heads import heldout_prompts
 from experiments.tiny_base.pretrain import define_flags, main
 from experiments.tiny_base.pretrain_card import is_made_here
 from experiments.tiny_base.pretrain_run import StepLog, Stopped, claim_workdir
@@ -28,8 +31,9 @@ from experiments.tiny_base.pretraining import (
     pretrain,
     save_state,
 )
-from experiments.tiny_base.settings import PretrainConfig
-from experiments.tiny_base.token_windows import TokenStream
+from experiments.tiny_base.settings import BLOCK, PretrainConfig
+from experiments.tiny_base.token_windows import TokenStream, cut_windows
+from experiments.tiny_base.tokenizer_training import encode_texts, save_tokenizer, train_tokenizer
 
 TINY = BaseConfig(
     vocab_size=100,
@@ -270,3 +274,164 @@ def test_bits_per_byte_counts_every_token_once_and_no_padding():
     assert (score.tokens, score.bytes) == (13, 26)
     assert score.nats_per_token == pytest.approx(np.log(100), rel=1e-5)
     assert score.bits_per_byte == pytest.approx(np.log2(100) * 13 / 26, rel=1e-5)
+
+
+BOS, EOS = 0, 1
+
+
+def windows_stream(seed=0, blocks=2):
+    rng = np.random.default_rng(7)
+    documents = [rng.integers(3, 100, size) for size in (5000, 700, 40, 3000, 1500)]
+    return TokenStream(documents, bos=BOS, eos=EOS, blocks=blocks, seed=seed)
+
+
+def test_cut_windows_example():
+    windows = cut_windows(np.array([[5, 0, 7]]), bos=0)
+    np.testing.assert_array_equal(windows.inputs, [[0, 5, 0]])
+    np.testing.assert_array_equal(windows.segment_ids, [[1, 1, 2]])
+    np.testing.assert_array_equal(windows.weights, [[1, 0, 1]])
+
+
+def test_short_windows_hold_the_same_targets_as_long_ones():
+    stream = windows_stream()
+    long, short = stream.batch(1, BLOCK), stream.batch(1, 256)
+    assert short.inputs.shape == (8, 256)
+    np.testing.assert_array_equal(long.targets.ravel(), short.targets.ravel())
+    assert (short.inputs[:, 0] == BOS).all()
+
+
+def test_batches_depend_on_the_step_alone():
+    one, other = windows_stream(), windows_stream()
+    later = one.steps_per_epoch + 1
+    for step in range(later):
+        one.batch(step, 512)
+    np.testing.assert_array_equal(one.batch(later, 512).inputs, other.batch(later, 512).inputs)
+
+
+def test_an_epoch_predicts_no_token_twice_and_epochs_differ():
+    stream = windows_stream(blocks=1)
+    epochs = [
+        np.concatenate([stream.batch(e * n + s, BLOCK).targets for s in range(n)])
+        for n in [stream.steps_per_epoch]
+        for e in range(2)
+    ]
+    assert len(np.unique(epochs[0], axis=0)) == stream.steps_per_epoch
+    assert (epochs[0] != epochs[1]).any()
+
+
+def test_too_little_text_is_refused():
+    with pytest.raises(UserError, match=r"hold 102 tokens.*needs at least 3072"):
+        TokenStream([np.full(100, 5)], bos=BOS, eos=EOS, blocks=2, seed=0)
+
+
+def test_window_lengths_must_divide_the_block():
+    with pytest.raises(ValueError, match="300"):
+        windows_stream().batch(0, 300)
+
+
+TEXTS = ["def area(self):\n    return self.width * self.height\n\n\nclass Box:\n    pass\n"] * 20
+TOKENIZER = train_tokenizer(TEXTS, vocab_size=300)
+
+
+@settings(deadline=None)
+@given(st.text() | st.text(alphabet=" \t\r\n_a1(é中\U0001f600"))
+def test_round_trip_is_exact_on_any_text(text):
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
+
+
+def test_special_tokens_come_first_and_bos_is_added():
+    assert TOKENIZER.encode("").ids == [0]
+    assert [TOKENIZER.id_to_token(i) for i in range(3)] == ["<|bos|>", "<|eos|>", "<|pad|>"]
+    assert encode_texts(TOKENIZER, ["", "a"])[0].tolist() == []
+
+
+def test_line_breaks_take_their_indentation_along():
+    text = "def area(self):\n    return self.width"
+    pieces = [piece for piece, _ in TOKENIZER.pre_tokenizer.pre_tokenize_str(text)]
+    assert pieces == ["def", "Ġarea", "(self", "):", "ĊĠĠĠĠ", "return", "Ġself", ".width"]
+
+
+def test_transformers_loads_it(tmp_path):
+    save_tokenizer(TOKENIZER, tmp_path, max_length=64)
+    loaded = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert (loaded.bos_token_id, loaded.eos_token_id, loaded.pad_token_id) == (0, 1, 2)
+    assert loaded("def area")["input_ids"] == TOKENIZER.encode("def area").ids
+    assert loaded.decode(loaded("x ,  y")["input_ids"][1:]) == "x ,  y"
+    assert loaded.model_max_length == 64
+
+
+def test_too_small_a_vocabulary_is_refused():
+    with pytest.raises(UserError, match=r"vocab_size \(100\) must be at least 259"):
+        train_tokenizer(TEXTS, vocab_size=100)
+
+
+MODULE = '''\
+import os
+
+
+@decorated
+def join(
+    first, second,
+):
+    # The body starts with a comment.
+    path = os.path.join(first, second)
+    if not path:
+        raise ValueError
+    return path
+
+
+def short(x):
+    return x
+
+
+class Shape(Base):
+    """A shape."""
+
+    colour = 1
+
+    async def area(self, scale: float) -> float:
+        """Return the area.
+
+        In square metres.
+        """
+        total = 0
+        for side in self.sides:
+            total += side
+        return total * scale
+'''
+
+
+def prompts_of(documents, count=100):
+    return {row["prompt"]: row["category"] for row in heldout_prompts(documents, count)}
+
+
+def test_takes_heads_up_to_colon_or_docstring():
+    assert prompts_of([Document("shapes.py", MODULE)]) == {
+        "def join(\n    first, second,\n):": "function",
+        "class Shape(Base):\n\n    async def area(self, scale: float) -> float:\n"
+        '        """Return the area.\n\n        In square metres.\n        """': "method",
+    }
+
+
+def test_modules_take_turns():
+    documents = [Document(f"{name}.py", MODULE.replace("join", name)) for name in ("a", "b")]
+    first, second = heldout_prompts(documents, 2)
+    assert first != second
+    assert len(heldout_prompts(documents, 3)) == 3
+
+
+def test_test_modules_have_their_own_category():
+    rows = heldout_prompts([Document("test/test_shapes.py", MODULE)], 10)
+    assert {row["category"] for row in rows} == {"test"}
+
+
+def test_every_prompt_of_the_library_is_text_of_a_held_out_module():
+    documents = builtin_documents("heldout")
+    texts = [document.text for document in documents]
+    rows = heldout_prompts(documents, 50)
+    assert len(rows) == 50
+    for row in rows:
+        head = row["prompt"].split("\n\n", 1)[-1] if row["prompt"][:5] == "class" else row["prompt"]
+        assert any(head in text for text in texts)
+        assert row["prompt"].endswith((":", '"""', "'''"))

@@ -1,13 +1,18 @@
-"""Bodies of OpenAI's API become asks, and what is wrong with one is said by its field's name."""
+"""Bodies become asks or refusals; the queue takes clients in turn; Prometheus reads the rows."""
 
 import asyncio
 
+import numpy as np
 import pytest
 from starlette.requests import Request
 
+from clover_jax.decoding.requests import Generation
+from clover_jax.decoding.row_state import Turn, TurnProgress
 from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError, parse_object, read_object
+from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.requests import Served, read_chat, read_completion
+from clover_jax.serving.scheduler import FairQueue
 
 SERVED = Served("tiny", 1024, 16)
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -258,3 +263,110 @@ def test_a_body_that_never_ends_is_not_waited_for(parts):
     with pytest.raises(ApiError, match=r"did not arrive within 0\.01 s") as refused:
         asyncio.run(read_object(request, 100, seconds=0.01))
     assert (refused.value.status, refused.value.headers["Connection"]) == (408, "close")
+
+
+def queue_of(*clients):
+    queue = FairQueue()
+    for number, client in enumerate(clients):
+        queue.push(client, number)
+    return queue
+
+
+def drained(queue):
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_a_client_with_many_jobs_does_not_go_before_the_others():
+    assert drained(queue_of("a", "a", "a", "b", "c", "b")) == [0, 3, 4, 1, 5, 2]
+
+
+def test_a_job_that_is_withdrawn_is_never_taken():
+    queue = queue_of("a", "b", "a")
+    queue.discard("a", 0)
+    queue.discard("b", 1)
+    queue.discard("b", 1)  # a second time it is not there
+    assert list(queue) == drained(queue) == [2]
+
+
+def ended(accepted, num_tokens, reason="length"):
+    """Return the end of an answer that a limit cut after some tokens."""
+    ids = list(range(num_tokens))
+    row = Generation(0, [1, 2], ids, accepted, [5] * len(accepted), finish_reason=reason)
+    turn = Turn([1, 2], ids, "", accepted, len(accepted), row.tau, 0.0, reason)
+    return TurnProgress(turn, row, [], True, 0)
+
+
+def figures(metrics):
+    lines = metrics.text().decode().splitlines()
+    return {n: float(v) for n, v in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_one_and_the_accepted_tokens_a_draft_are_tau():
+    metrics = Metrics("m")
+    rng = np.random.default_rng(0)
+    tokens = forwards = 0
+    for _ in range(50):
+        accepted = rng.integers(0, 5, size=rng.integers(1, 9)).tolist()
+        # EOS, a limit or a stop string cuts within the last forward.
+        whole = 1 + sum(accepted) + len(accepted)
+        kept = int(rng.integers(whole - accepted[-1], whole + 1))
+        metrics.ended(ended(accepted, kept), 1.0)
+        tokens, forwards = tokens + kept - 1, forwards + len(accepted)
+
+    scraped = figures(metrics)
+    label = '{model_name="m"}'
+    for prefix in ("vllm:", "clover_jax_"):
+        drafts = scraped[f"{prefix}spec_decode_num_drafts_total{label}"]
+        taken = scraped[f"{prefix}spec_decode_num_accepted_tokens_total{label}"]
+        assert drafts == forwards
+        assert scraped[f"{prefix}spec_decode_num_draft_tokens_total{label}"] == 5 * forwards
+        assert 1 + taken / drafts == pytest.approx(tokens / forwards, rel=1e-15)
+        # Of the tokens that were accepted each has a place.
+        name = f"{prefix}spec_decode_num_accepted_tokens_per_pos_total"
+        assert sum(value for key, value in scraped.items() if key.startswith(name)) == taken
+    assert metrics.totals()["tau"] == round(tokens / forwards, 4)
+
+
+def test_a_prompt_of_prefill_s_token_alone_has_no_forwards():
+    metrics = Metrics("m")
+    metrics.ended(ended([], 1), 1.0)
+    assert metrics.totals() == {"answers": 1, "prompt_tokens": 2, "tokens": 1, "tau": None}
+
+
+def test_plain_decoding_drafts_nothing():
+    metrics = Metrics("m", is_drafting=False)
+    metrics.ended(ended([0, 0], 3), 1.0)
+    assert metrics.totals()["tau"] is None
+
+
+def test_a_name_of_ours_in_a_label_stays():
+    text = Metrics("clover_jax_model").text().decode()
+    assert 'vllm:num_requests_running{model_name="clover_jax_model"} 0.0' in text
+
+
+def test_the_queue_is_asked_when_figures_are():
+    metrics, waiting = Metrics("m"), [3]
+    metrics.watch_queue(lambda: 2, lambda: waiting[0])
+    waiting[0] = 4
+    scraped = figures(metrics)
+    assert scraped['vllm:num_requests_running{model_name="m"}'] == 2
+    assert scraped['vllm:num_requests_waiting{model_name="m"}'] == 4
+
+
+def test_endings_and_times_are_counted():
+    metrics = Metrics("m")
+    metrics.ended(ended([1], 3, "eos"), 1.0)
+    metrics.ended(ended([1], 3, "stop"), 1.0)
+    metrics.ended(ended([1], 3), 1.0)
+    metrics.aborted()
+    metrics.first_tokens(0.2)
+    metrics.later_tokens(4, 0.4)
+    scraped = figures(metrics)
+    reasons = {
+        reason: scraped[f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}']
+        for reason in ("stop", "length", "abort")
+    }
+    assert reasons == {"stop": 2, "length": 1, "abort": 1}
+    assert scraped['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 4
+    assert scraped['vllm:inter_token_latency_seconds_sum{model_name="m"}'] == pytest.approx(0.4)
+    assert scraped['vllm:time_to_first_token_seconds_count{model_name="m"}'] == 1

@@ -8,7 +8,7 @@ import pytest
 
 from clover_jax.training import run
 from clover_jax.training.run import run_training
-from tests.training.small_runs import cached_step, settings
+from tests.training.training_data import cached_step, settings
 
 
 @pytest.fixture(scope="session")

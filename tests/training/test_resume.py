@@ -24,7 +24,7 @@ from clover_jax.training.settings import (
 from clover_jax.training.setup import load_inputs
 from tests.conftest import REPOSITORY, WARNINGS
 from tests.tiny_folders import save_tiny_base
-from tests.training.small_runs import StopAfter, assert_same_params, params_of, rows, settings
+from tests.training.training_data import StopAfter, assert_same_params, params_of, rows, settings
 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
 

@@ -22,7 +22,7 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.files import only_process_in
 from clover_jax.training import outputs, run
 from clover_jax.training.run import Clock, run_training
-from tests.training.small_runs import (
+from tests.training.training_data import (
     BASE,
     StopAfter,
     assert_same_params,

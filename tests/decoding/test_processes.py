@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY, WARNINGS
-from tests.generate.test_rows import ragged_rows, rows_of
+from tests.decoding.test_rows import ragged_rows, rows_of
 from tests.killed_processes import LAUNCH, lines_in, run_through_kills, start
 
 
