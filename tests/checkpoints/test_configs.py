@@ -71,10 +71,7 @@ def test_given_shapes_and_biases_are_kept(read_fields):
     [
         ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeConfig(theta=5e5)),
-        (
-            {"rope_scaling": {"type": "linear", "factor": 4}},
-            RopeConfig(kind="linear", factor=4.0),
-        ),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig(kind="linear", factor=4.0)),
         (
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
             RopeConfig(kind="linear", factor=4.0),
@@ -172,10 +169,7 @@ def test_null_is_as_absent(read_fields):
             {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
             "longrope needs a factor for each of 4 pairs of dimensions, not 2",
         ),
-        (
-            {"rope_scaling": {"type": "linear"}},
-            "rope type 'linear' needs a positive number fac",
-        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a positive number fac"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000 are"),
         ({"architectures": [[]]}, r"architecture \[\] is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, not 'small'"),
@@ -198,8 +192,7 @@ def test_every_architecture_reads(read, architecture):
 
 
 @pytest.mark.parametrize(
-    "changes, window",
-    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)],
+    "changes, window", [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)]
 )
 def test_mistrals_window(read, changes, window):
     config = read("MistralForCausalLM", **changes)

@@ -65,8 +65,7 @@ FAMILIES = {
         "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     ),
     "qwen3": Family(
-        "Qwen3",
-        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     ),
     "gpt-oss, a short window": Family("GptOss", GPT_OSS),
     "gpt-oss, experts in mxfp4": Family("GptOss", GPT_OSS | {"sliding_window": 100}, "mxfp4"),
@@ -94,8 +93,7 @@ FAMILIES = {
         EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "gemma2, caps that bind and a short window": Family(
-        "Gemma2",
-        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        "Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     ),
     "gemma3, two rotations and a short window": Family(
         "Gemma3Text", GEMMA | {"rope_parameters": {"full_attention": LINEAR}}

@@ -47,13 +47,7 @@ def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     padded = known_text(buffer, end, None if source is None else jnp.array([[PAD_TOKEN, *source]]))
     sizes = (drafted.num_nodes + nodes, max(nodes, drafted.depth))
     with_best = with_copies(
-        tree,
-        guessed_scores(drafted),
-        padded,
-        end,
-        no_counts(1),
-        *sizes,
-        keep_drafted=True,
+        tree, guessed_scores(drafted), padded, end, no_counts(1), *sizes, keep_drafted=True
     )
     found, best = with_best.tree, with_best.best
     paths = {0: ()}

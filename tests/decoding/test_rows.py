@@ -487,10 +487,7 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
         ({"stop": 5}, "stop must be text or several of them or None, not 5"),
         ({"stop": ["a", 5]}, r"stop must be strings, not \('a', 5\)"),
         ({"stop": ("",)}, "a stop string is empty"),
-        (
-            {"context_overflow": "nope"},
-            "context_overflow 'nope' is not one of error, ",
-        ),
+        ({"context_overflow": "nope"}, "context_overflow 'nope' is not one of error, "),
         ({"temperature": 1e39}, r"temperature \(1e\+39\) must be 3\.40282e\+38 or less"),
         ({"temperature": float("nan")}, r"temperature \(nan\) must be 0 or more"),
         ({"top_k": -1}, r"top_k \(-1\) must be 1 or more, or 0 for all tokens"),

@@ -317,8 +317,7 @@ def count_hits(*arguments):
 
 accuracy.count_hits = count_hits""",
 ).replace(
-    "margins]))",
-    'margins, max(int(n) for n in re.findall(r"\\[(\\d+),\\d+\\]", programs[-1]))]))',
+    "margins]))", 'margins, max(int(n) for n in re.findall(r"\\[(\\d+),\\d+\\]", programs[-1]))]))'
 )
 
 

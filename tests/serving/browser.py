@@ -34,8 +34,7 @@ class Browser:
         # The protocol is spoken at the file descriptors 3 and 4.
         command = ["sh", "-c", 'exec "$@" 3<"$0/in" 4>"$0/out"', folder, CHROMIUM]
         self._process = subprocess.Popen(
-            [*command, *_FLAGS, f"--user-data-dir={folder / 'profile'}"],
-            stderr=subprocess.DEVNULL,
+            [*command, *_FLAGS, f"--user-data-dir={folder / 'profile'}"], stderr=subprocess.DEVNULL
         )
         self._in, self._out = pipes[0].open("wb", buffering=0), pipes[1].open("rb")
         self._numbers, self._session, self.events = itertools.count(1), None, []

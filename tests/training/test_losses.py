@@ -146,10 +146,7 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        pytest.param(ALL_TERMS, id="decay"),
-        pytest.param(DPACE, id="D-PACE", marks=pytest.mark.slow),
-    ],
+    [pytest.param(ALL_TERMS, id="decay"), pytest.param(DPACE, id="D-PACE", marks=pytest.mark.slow)],
 )
 def test_anchors_at_every_position_give_the_loss_of_all_positions(loss):
     head = registry.head(registry.config_for_base("medusa", TINY, loss=loss, **FEW))
