@@ -43,13 +43,6 @@ def hub(monkeypatch):
     return asked
 
 
-def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch, hub):
-    (tmp_path / "owner" / "name").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    assert find_directory("owner/name").samefile(tmp_path / "owner" / "name")
-    assert hub == []
-
-
 def test_a_hub_id_offline_says_how_to_go_on(hub):
     message = (
         r"^the folder owner/name does not exist, and no repository of this name can be fetched "
@@ -61,11 +54,12 @@ def test_a_hub_id_offline_says_how_to_go_on(hub):
     assert hub == [("owner/name", asked)]
 
 
-def test_a_mistyped_path_is_not_looked_up_on_the_hub_and_close_names_are_listed(
+def test_a_folder_is_taken_as_it_is_and_close_names_of_a_mistyped_one_are_listed(
     tmp_path, monkeypatch, hub
 ):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
+    assert find_directory("runs/mine").samefile(tmp_path / "runs" / "mine")
     for source, close in {
         "runs/mein": "runs/mine",
         "./run/mine": "runs/mine",
@@ -85,18 +79,12 @@ def test_a_mistyped_path_is_not_looked_up_on_the_hub_and_close_names_are_listed(
         find_directory("run")
 
 
-def test_a_token_comes_from_the_environment_only(hub, monkeypatch):
+def test_a_hub_id_may_name_a_revision_and_a_token_comes_from_the_environment(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    with pytest.raises(UserError, match="can be fetched from the hub"):
-        find_directory("owner/name")
-    assert hub[0][1]["token"] == "secret"
-
-
-def test_a_hub_id_may_name_a_revision(hub):
-    with pytest.raises(UserError, match="owner/name@v1.0"):
+    with pytest.raises(UserError, match=r"owner/name@v1\.0 .*can be fetched from the hub"):
         find_directory("owner/name@v1.0")
-    assert hub[0][0] == "owner/name"
-    assert hub[0][1]["revision"] == "v1.0"
+    ((repository, options),) = hub
+    assert (repository, options["revision"], options["token"]) == ("owner/name", "v1.0", "secret")
 
 
 def test_a_failure_without_words_is_named_by_its_kind(hub, monkeypatch):
@@ -157,14 +145,9 @@ def test_what_is_nowhere_is_refused(source, message, hub):
     assert hub == []
 
 
-def test_a_file_is_refused(tmp_path):
-    path = tmp_path / "model.safetensors"
-    path.touch()
+def test_a_file_is_refused():
     with pytest.raises(UserError, match="is a file; pass the folder that holds config.json"):
-        find_directory(str(path))
-
-
-BILLION = 1e9
+        find_directory(__file__)
 
 
 @pytest.mark.parametrize(
@@ -177,32 +160,24 @@ BILLION = 1e9
         ("qwen3-30b-a3b", 30.53),
         ("gpt-oss-20b", 20.91),
         ("gemma3-27b", 27.01),  # of the text: images take 0.42 more
-        ("llama2-7b", 6.74),
-        ("vicuna-7b", 6.74),
-        ("mistral-7b", 7.25),
-        ("qwen3-0.6b", 0.596),
-        ("qwen3-1.7b", 1.721),
-        ("qwen3-8b", 8.19),
-        ("llama-100m", 0.1247),
+        *(("llama2-7b", 6.74), ("vicuna-7b", 6.74), ("mistral-7b", 7.25), ("qwen3-8b", 8.19)),
+        *(("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.721), ("llama-100m", 0.1247)),
     ],
 )
 def test_a_shape_has_as_many_parameters_as_the_model(name, parameters):
     def count(layers):  # all layers are alike, and tracing a hundred takes seconds
         shapes = base_shapes(shape_config(f"shape:{name}:{layers}"), jnp.bfloat16)
-        return sum(leaf.size for leaf in jax.tree.leaves(shapes)) / BILLION
+        return sum(leaf.size for leaf in jax.tree.leaves(shapes)) / 1e9
 
     first, second = count(1), count(2)
     counted = first + (SHAPES[name].num_layers - 1) * (second - first)
     assert counted == pytest.approx(parameters, rel=0.002)
 
 
-def test_a_generic_shape_has_heads_of_64():
+def test_a_generic_shape_has_heads_of_64_and_a_known_one_may_have_fewer_layers():
     config = shape_config("shape:192x2x100")
     assert (config.hidden_size, config.num_layers, config.vocab_size) == (192, 2, 100)
     assert (config.num_heads, config.head_dim, config.intermediate_size) == (3, 64, 512)
-
-
-def test_a_shape_may_have_fewer_layers():
     assert shape_config("shape:llama3-8b:4").num_layers == 4
     assert shape_config("shape:llama3-8b").num_layers == 32
 
@@ -217,18 +192,14 @@ def test_random_weights_are_the_same_again_and_in_the_dtype_asked_for():
     assert (first.params["final_norm"]["scale"] == 1).all()
 
 
-def test_a_shape_decodes():
-    base = load_base("shape:64x1x32")
+def test_a_shape_decodes_and_every_leaf_can_be_placed_by_the_caller():
+    placed = []
+    base = load_base("shape:64x1x32", place=lambda path, leaf: placed.append(path) or leaf)
+    assert ("layers_0", "attention", "qkv") in placed
+    assert len(placed) == 9
     engine = Engine(base.config, None, TreeConfig.root_only())
     (row,) = decode_all(engine, base.params, None, [[1, 2, 3]], 5)
     assert len(row.output_ids) == 5
-
-
-def test_every_leaf_can_be_placed_by_the_caller():
-    placed = []
-    load_base("shape:64x1x32", place=lambda path, leaf: placed.append(path) or leaf)
-    assert ("layers_0", "attention", "qkv") in placed
-    assert len(placed) == 9
 
 
 @pytest.mark.parametrize(
@@ -277,13 +248,10 @@ class Basket:
 '''
 
 
-def test_weights_are_within_the_limits():
+def test_weights_are_within_the_limits_and_predict_python_they_have_not_seen():
     sizes = [path.stat().st_size for path in FOLDER.glob("*.safetensors")]
     assert max(sizes) <= 15_000_000
     assert sum(sizes) <= 24_000_000
-
-
-def test_predicts_python_it_has_not_seen():
     base = load_base("builtin:tiny")
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(FOLDER))
     tokens = np.array(tokenizer(UNSEEN, add_special_tokens=False)["input_ids"])
@@ -293,15 +261,12 @@ def test_predicts_python_it_has_not_seen():
     assert score.bits_per_byte < 1.5
 
 
-def test_prompts_are_varied_and_end_before_a_line_break():
+def test_prompts_are_varied_and_the_card_names_command_and_figures():
     rows = [json.loads(line) for line in (FOLDER / "prompts.jsonl").read_text().splitlines()]
     prompts = [row["prompt"] for row in rows]
     assert len(prompts) == len(set(prompts)) == 200
     assert {row["category"] for row in rows} == {"function", "method", "test"}
     assert all(prompt.endswith((":", '"""', "'''")) for prompt in prompts)
-
-
-def test_the_card_names_command_and_figures():
     card = (FOLDER / "README.md").read_text()
     assert "python -m experiments.tiny_base.pretrain" in card
     assert "| bits per byte, held-out modules |" in card

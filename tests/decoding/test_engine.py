@@ -16,7 +16,15 @@ from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.decoding.reference import _logits
-from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
+from tests.tiny_models import (
+    TINY,
+    decode_all,
+    decoded,
+    random_base,
+    random_head,
+    random_prompts,
+    texts_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +38,8 @@ def generate(engine, prompts, new_tokens=12, eos_ids=()):
 
 def test_a_row_decodes_alone_as_in_a_batch(engine):
     prompts = random_prompts(5, seed=3)
-    together = [row.output_ids for row in generate(engine, prompts)]
     alone = [generate(engine, [prompt])[0].output_ids for prompt in prompts]
-    assert together == alone
+    assert texts_of(generate(engine, prompts)) == alone
 
 
 def test_counts_add_up_without_a_cut(engine):
@@ -45,17 +52,13 @@ def test_counts_add_up_without_a_cut(engine):
     assert row.finish_reason == "length"
 
 
-def test_eos_ends_a_row_and_is_emitted(engine):
+def test_eos_ends_a_row_and_is_emitted_and_needs_no_forward_as_first_token(engine):
     prompt = random_prompts(1, seed=5)[0]
     text = generate(engine, [prompt], 20)[0].output_ids
     position = next(i for i in range(3, 20) if text[i] not in text[:i])
     (row,) = generate(engine, [prompt], 20, eos_ids=(text[position], 95))
     assert row.output_ids == text[: position + 1]
     assert row.finish_reason == "eos"
-
-
-def test_eos_as_first_token_needs_no_forward(engine):
-    prompt = random_prompts(1, seed=5)[0]
     first = generate(engine, [prompt], 1)[0]
     assert (len(first.output_ids), first.accepted, first.tau) == (1, [], None)
     (row,) = generate(engine, [prompt], 20, eos_ids=first.output_ids)
@@ -72,11 +75,8 @@ def test_the_context_bounds_prompt_and_emitted_tokens(engine):
 def test_a_longer_request_grows_the_buffers_and_keeps_the_other_rows(engine):
     short, long = random_prompts(2, seed=8)[0], random_prompts(1, seed=9)[0] * 300
     requests = [Request(0, short, 60), Request(1, short, 2), Request(2, long[:400], 20)]
-    rows = {
-        p.row.index: p.row
-        for p in engine.stream(random_base(), random_head()[1], requests)
-        if p.done
-    }
+    stream = engine.stream(random_base(), random_head()[1], requests)
+    rows = {p.row.index: p.row for p in stream if p.done}
     assert rows[0].output_ids == generate(engine, [short], 60)[0].output_ids
     assert rows[2].output_ids == generate(engine, [long[:400]], 20)[0].output_ids
 
@@ -106,10 +106,9 @@ def test_an_impossible_request_says_what_is_wrong(engine, request_, message):
 
 
 def test_a_tree_needs_a_head_and_a_head_a_tree():
-    with pytest.raises(UserError, match="nodes need a head"):
-        Engine(TINY, None, parse_tree("paper25"))
-    with pytest.raises(UserError, match="nodes need a head"):
-        Engine(TINY, random_head()[0], TreeConfig.root_only())
+    for head, tree in ((None, "paper25"), (random_head()[0], "none")):
+        with pytest.raises(UserError, match="nodes need a head"):
+            Engine(TINY, head, parse_tree(tree))
 
 
 def test_a_buffer_may_be_exactly_full(engine):
@@ -122,20 +121,13 @@ def test_a_buffer_may_be_exactly_full(engine):
 def test_bfloat16_weights_decode_as_plainly():
     params, (head, draft_params) = random_base(), random_head()
     params, draft_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, draft_params))
-    engines = [
-        Engine(TINY, head, parse_tree("chain:3"), batch_size=2),
-        Engine(TINY, None, TreeConfig.root_only(), batch_size=2),
-    ]
-    prompts = random_prompts(2, seed=21)
-    speculative, plain = (decode_all(e, params, draft_params, prompts, 20) for e in engines)
-    assert [row.output_ids for row in speculative] == [row.output_ids for row in plain]
+    prompts, how = random_prompts(2, seed=21), {"base": params, "batch_size": 2}
+    speculative = decoded((head, draft_params), "chain:3", prompts, 20, **how)
+    assert texts_of(speculative) == texts_of(decoded(None, "none", prompts, 20, **how))
 
 
-def test_buckets_are_powers_of_two_times_the_cache_chunk():
+def test_buckets_are_powers_of_two_times_the_cache_chunk_up_to_what_the_context_asks_for():
     assert [bucket(n) for n in (1, 256, 257, 1000)] == [256, 256, 512, 1024]
-
-
-def test_the_last_bucket_is_no_longer_than_the_context_asks_for():
     assert [bucket(n, 8197) for n in (4096, 4097, 8193)] == [4096, 8192, 10240]
     assert [bucket(n, 40965) for n in (32768, 40000)] == [32768, 49152]
     assert [bucket(n, 133) for n in (5, 133)] == [256, 256]
@@ -145,10 +137,7 @@ def test_the_last_bucket_is_no_longer_than_the_context_asks_for():
 def test_a_full_context_decodes_in_its_own_bucket():
     (head, draft_params), context = random_head(), TINY.max_position_embeddings
     prompt = np.random.default_rng(4).integers(0, TINY.vocab_size, context - 24).tolist()
-    engines = [
-        Engine(TINY, head, parse_tree("chain:3")),
-        Engine(TINY, None, TreeConfig.root_only()),
-    ]
+    engines = Engine(TINY, head, parse_tree("chain:3")), Engine(TINY, None, TreeConfig.root_only())
     assert [engine.buffer_size(context) for engine in engines] == [1280, 1024]
     rows = [decode_all(e, random_base(), draft_params, [prompt], 50)[0] for e in engines]
     assert rows[0].output_ids == rows[1].output_ids
@@ -168,7 +157,7 @@ def test_a_stopped_row_frees_its_slot_and_leaves_the_others_alone(engine):
             rows[progress.row.index] = progress.row.output_ids
     assert stopped == [0, 2]
     prompts = [requests[i].prompt_ids for i in (1, 3)]
-    assert [rows[1], rows[3]] == [row.output_ids for row in generate(engine, prompts, 40)]
+    assert [rows[1], rows[3]] == texts_of(generate(engine, prompts, 40))
 
 
 def test_a_source_that_has_nothing_yet_is_asked_again(engine):
@@ -200,10 +189,8 @@ def test_compilation_is_not_part_of_a_rows_time(monkeypatch):
 
 @pytest.fixture(scope="module")
 def sampling_engine():
-    rules = SamplingConfig("lossless", truncate=True)
-    head = random_head()[0]
-    tree = parse_tree("chain:3")
-    return Engine(TINY, head, tree, rules, batch_size=2, prefill_size=32, adapts=True)
+    given = random_head()[0], parse_tree("chain:3"), SamplingConfig("lossless", truncate=True)
+    return Engine(TINY, *given, batch_size=2, prefill_size=32, adapts=True)
 
 
 def opened(sampling_engine):
@@ -335,6 +322,5 @@ def test_scores_are_the_log_probabilities_of_the_text(sampling_engine):
 
 
 def test_rows_without_a_temperature_run_the_cheaper_program(sampling_engine):
-    assert sampling_engine.programs([Request(0, [1], 1)]) is not sampling_engine.programs(
-        [Request(0, [1], 1, params=SamplingParams(temperature=1.0))]
-    )
+    hot = Request(0, [1], 1, params=SamplingParams(temperature=1.0))
+    assert sampling_engine.programs([Request(0, [1], 1)]) is not sampling_engine.programs([hot])

@@ -123,14 +123,9 @@ def row(output_ids, accepted, reason="length"):
 
 
 def test_rows_turns_and_failures_are_counted():
-    figures = RowTotals(
-        [
-            row([1, 2, 3, 4], [2]),
-            row([[1, 2], [], [5]], [[0], [3], []], ["eos", "stop", "length"]),
-            {"index": 2, "error": "bad"},
-            {"index": 3, "skipped": "long"},
-        ]
-    )
+    rows = [row([1, 2, 3, 4], [2]), {"index": 2, "error": "bad"}, {"index": 3, "skipped": "long"}]
+    rows.append(row([[1, 2], [], [5]], [[0], [3], []], ["eos", "stop", "length"]))
+    figures = RowTotals(rows)
     assert figures.to_dict() == {
         "tau": pytest.approx(4 / 3),
         "tokens": 7,
@@ -174,14 +169,13 @@ def forwards(rows):
 
 def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_nothing(tiny, plain):
     models = api.load_draft(tiny, "lookup", "copy:12")
-    right = [
-        {"prompt": p, "prediction": row["text"]} for p, row in zip(PROMPTS, plain, strict=True)
-    ]
     predictions = ("Nothing of this is Python. " * 9, "a" * 100_000, "a" * 100_000)
-    wrong = [{"prompt": p, "prediction": w} for p, w in zip(PROMPTS, predictions, strict=True)]
-    alone, helped, misled = (
-        decode(models, rows) for rows in ([{"prompt": p} for p in PROMPTS], right, wrong)
+    right, wrong = (
+        [{"prompt": p, "prediction": told} for p, told in zip(PROMPTS, predicted, strict=True)]
+        for predicted in ([row["text"] for row in plain], predictions)
     )
+    given = [{"prompt": p} for p in PROMPTS], right, wrong
+    alone, helped, misled = (decode(models, rows) for rows in given)
     for rows in (alone, helped, misled):
         assert [row["text"] for row in rows] == [row["text"] for row in plain]
     assert max(forwards(helped)) < min(forwards(plain)) / 4
@@ -211,11 +205,8 @@ def test_copies_beside_a_tree_are_asked_for_by_flag_or_by_name(tiny):
         api.load_draft(tiny, "none", copy=4)
     with pytest.raises(UserError, match="has no copies"):
         api.load_draft(tiny, "random:clover2", copy_from=__file__)
-
-
-def test_a_file_to_copy_from_that_cannot_be_read_is_named(tiny, tmp_path):
     with pytest.raises(UserError, match="--copy_from=.*nothing"):
-        api.load_draft(tiny, "lookup", copy_from=tmp_path / "nothing")
+        api.load_draft(tiny, "lookup", copy_from="/nowhere/nothing")
     with pytest.raises(UserError, match="prediction must be a string"):
         parse_prompt(json.loads('{"prompt": "a", "prediction": 5}'), 0, "rows")
 
@@ -243,8 +234,7 @@ class Words:
 class Letters(Words):
     """The same of tokens that are letters."""
 
-    def push(self, ids):
-        return "".join(ids)
+    push = staticmethod("".join)
 
 
 class Runs(Words):
@@ -400,18 +390,16 @@ def show(file, tokenizer, row, ids, accepted, stop=(), at_once=False):
     return file.getvalue()
 
 
-def test_a_terminal_shows_the_prompt_dim_and_each_step_in_its_shade(tokenizer):
+def test_a_terminal_shows_the_prompt_dim_and_each_step_in_its_shade(tokenizer, monkeypatch):
     ids = tokenizer("abcdef").input_ids
     shown = show(Terminal(), tokenizer, {"prompt": "x"}, ids, [2, 1])
     dim, one, two, off = "\033[2m", "\033[32m", "\033[96m", "\033[0m"
     assert shown == f"{dim}x{off}{one}a{off}{two}bcd{off}{one}ef{off}\n"
-
-
-@pytest.mark.parametrize("setting", [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_the_text_is_plain_where_colours_are_not_wanted(tokenizer, monkeypatch, setting):
-    monkeypatch.setenv(*setting)
-    ids = tokenizer("abcdef").input_ids
-    assert show(Terminal(), tokenizer, {"prompt": "x"}, ids, [2, 1]) == "xabcdef\n"
+    # Where colours are not wanted the text is plain.
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert show(Terminal(), tokenizer, {"prompt": "x"}, ids, [2, 1]) == "xabcdef\n"
 
 
 def test_a_pipe_gets_the_same_text_plain(tokenizer):
@@ -421,16 +409,17 @@ def test_a_pipe_gets_the_same_text_plain(tokenizer):
     assert show(io.StringIO(), tokenizer, {"prompt": "x"}, ids, [2, 1, 0, 0]) == "x日é!\n"
 
 
-@pytest.mark.parametrize(("text", "shown"), [("ab--c", "xab\n"), ("ab--", "xab--\n")])
-def test_what_may_belong_to_a_stop_string_waits(tokenizer, text, shown):
+@pytest.mark.parametrize(
+    ("text", "accepted", "stop", "shown"),
+    [
+        ("ab--c", [1, 1], "--c", "xab\n"),
+        ("ab--", [1, 0], "--c", "xab--\n"),
+        ("ab--cd", [4], "--", "xab\n"),
+    ],
+)
+def test_what_may_belong_to_a_stop_string_waits(tokenizer, text, accepted, stop, shown):
     ids = tokenizer(text).input_ids
-    accepted = [1, len(text) - 4]
-    assert show(io.StringIO(), tokenizer, {"prompt": "x"}, ids, accepted, ["--c"]) == shown
-
-
-def test_nothing_beyond_a_stop_string_is_shown(tokenizer):
-    ids = tokenizer("ab--cd").input_ids
-    assert show(io.StringIO(), tokenizer, {"prompt": "x"}, ids, [4], ["--"]) == "xab\n"
+    assert show(io.StringIO(), tokenizer, {"prompt": "x"}, ids, accepted, [stop]) == shown
 
 
 def test_bytes_that_a_later_token_of_the_chunk_undoes_stay_behind_the_stop_string(tmp_path):
@@ -442,16 +431,12 @@ def test_bytes_that_a_later_token_of_the_chunk_undoes_stay_behind_the_stop_strin
         assert show(io.StringIO(), tokenizer, row, ids, [4], ["--"], at_once) == "ba\n"
 
 
-def test_a_conversation_shows_what_is_said(tokenizer):
+def test_a_conversation_shows_what_is_said_and_every_turn_its_question(tokenizer):
     ids = tokenizer("yes").input_ids
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "well?"}]
     assert show(io.StringIO(), tokenizer, {"question": "so?"}, ids, [1]) == "so?\nyes\n"
     shown = show(io.StringIO(), tokenizer, {"messages": messages}, ids, [1])
     assert shown == "well?\nyes\n"
-
-
-def test_every_turn_shows_its_question(tokenizer):
-    ids = tokenizer("yes").input_ids
     shown = show(io.StringIO(), tokenizer, {"turns": ["one", "two"]}, ids, [1])
     assert shown == "one\nyes\ntwo\nyes\n"
 

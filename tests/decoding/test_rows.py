@@ -6,13 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from clover_jax import generate
 from clover_jax.data.detokenization import decode_text
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.decoding.engine import Engine
@@ -20,9 +18,8 @@ from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.errors import UserError
 from clover_jax.runtime.row_writer import RowWriter
+from tests.conftest import REPOSITORY, rows_in
 from tests.tiny_checkpoints import copy_of
-
-REPOSITORY = Path(generate.__file__).parents[1]
 
 
 def ragged_rows(count=7):
@@ -36,7 +33,7 @@ def without_times(row):
 
 
 def rows_of(path):
-    return [without_times(json.loads(line)) for line in path.read_text().splitlines()]
+    return [without_times(row) for row in rows_in(path)]
 
 
 def test_a_prompt_is_continued_on_stdout_and_the_last_line_is_json(command, draft):
@@ -63,9 +60,8 @@ def test_drafted_rows_equal_plain_rows_whatever_the_batch_and_rounding(
     for flags in ([], ["--int8=draft"]):
         status, drafted = decode(rows, f"--draft={draft}", *flags)
         assert status == 0
-        assert [[row[key] for key in SAME] for row in drafted] == [
-            [row[key] for key in SAME] for row in plain
-        ]
+        for row, other in zip(drafted, plain, strict=True):
+            assert [row[key] for key in SAME] == [other[key] for key in SAME]
     assert [row["index"] for row in drafted] == list(range(8))
     assert all(row["tau"] == 1 for row in plain)
     assert any(accepted > 0 for row in drafted for accepted in row["accepted"])
@@ -73,8 +69,8 @@ def test_drafted_rows_equal_plain_rows_whatever_the_batch_and_rounding(
         *("index", "prompt_ids", "output_ids", "text", "accepted", "target_forwards"),
         *("tau", "seconds", "finish_reason"),
     ]
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    status, _, error = command(f"--prompts={prompts}", f"--output={output}", f"--draft={draft}")
+    files = f"--prompts={tmp_path / 'prompts.jsonl'}", f"--output={tmp_path / 'out.jsonl'}"
+    status, _, error = command(*files, f"--draft={draft}")
     assert status == 2
     assert "out.jsonl was written with" in error, "by a rounded head"
 
@@ -109,7 +105,7 @@ def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp
     )
     status, lines, _ = command(*arguments)
     assert status == 1
-    whole, figures = output.read_text().splitlines(), json.loads(lines[-1])
+    whole, figures = rows_of(output), json.loads(lines[-1])
     output.unlink()
     append = RowWriter.append
 
@@ -129,18 +125,15 @@ def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp
     assert "2 rows are in" in error
     resumed = output.read_text().splitlines()
     assert resumed[:2] == begun
-    assert [without_times(json.loads(line)) for line in resumed] == [
-        without_times(json.loads(line)) for line in whole
-    ]
+    assert rows_of(output) == whole
     again = json.loads(lines[-1])
     counted = ("tau", "tokens", "target_forwards", "accepted_histogram", "rows", "failed")
     assert [again[key] for key in counted] == [figures[key] for key in counted]
     # Tokens and seconds are of all rows, and of this run's.
     assert 0 < again["new_tokens"] < again["tokens"] == figures["new_tokens"]
     assert 0 < again["new_seconds"] < again["seconds"]
-    assert again["tokens_per_second"] == pytest.approx(
-        again["new_tokens"] / again["new_seconds"], rel=0.05
-    )
+    rate = again["new_tokens"] / again["new_seconds"]
+    assert again["tokens_per_second"] == pytest.approx(rate, rel=0.05)
 
     status, lines, _ = command(*arguments)
     assert (status, output.read_text().splitlines()) == (1, resumed)
@@ -228,10 +221,8 @@ def test_an_official_clover2_folder_decodes_as_plain_without_a_tokenizer(decode,
     assert [row["output_ids"] for row in drafted] == [row["output_ids"] for row in plain]
     assert [row["text"] for row in drafted] == [None, None]
     status, (failed,) = decode([{"prompt": "words"}], base=reference / "base")
-    assert status == 1
-    assert failed["error"].endswith(
-        "the base has no tokenizer files; give prompt_ids instead of text"
-    )
+    said = "the base has no tokenizer files; give prompt_ids instead of text"
+    assert (status, failed["error"].endswith(said)) == (1, True)
 
 
 def test_without_a_prompt_the_base_s_own_first_one_is_taken(command, base, tmp_path):
@@ -275,7 +266,7 @@ def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
     arguments = (f"--prompts={path}", f"--output={tmp_path / 'out'}", "--max_new_tokens=4")
     status, lines, error = command(*arguments, "--verify=greedy")
     assert status == 1
-    written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    written = rows_in(tmp_path / "out")
     assert [row["index"] for row in written] == list(range(8))
     assert written[0]["output_ids"] == written[5]["output_ids"]
     said = [
@@ -283,8 +274,6 @@ def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
         f"{path}:3: temperature 0.7 asks for sampling, which verify=greedy does not do",
         f"{path}:4: token id 261 is outside the base's vocabulary, 0 to 260",
         f"{path}:5: the prompt has 128 tokens and the base's context is 128; shorten it",
-    ]
-    said += [
         f'{path}:7: prompt must be a string, not "half an emoji \\ud83d", which holds half a ch',
         f"{path}:8: seed (4294967296) must lie in 0 .. 4294967295",
     ]
@@ -311,14 +300,8 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         (["--prompt="], "the prompt is empty; give at least one token"),
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
-        (
-            ["--prompt=a", "--draft=/nowhere"],
-            "--draft=/nowhere: the folder /nowhere does not exist",
-        ),
-        (
-            ["--base=/nowhere", "--draft=/no/draft"],
-            "--draft=/no/draft: the folder /no/draft does not",
-        ),
+        (["--prompt=a", "--draft=/nowhere"], "--draft=/nowhere: the folder /nowhere does not ex"),
+        (["--base=/nowhere", "--draft=/no/draft"], "--draft=/no/draft: the folder /no/draft do"),
         (["--prompts=a", "--output=/dev/stdout"], "leave --output out to print the rows on stdout"),
         (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
         (
@@ -371,6 +354,13 @@ def test_a_mistake_leaves_the_rows_that_are_there(command, prompts_file, tmp_pat
     assert "tree 'dynamic:5' is chosen by probability" in again[2]
     assert command(*arguments, *draws, f"--output={tmp_path / 'new' / 'out'}")[0] == 2
     assert not (tmp_path / "new").exists()
+    status, _, error = command("--prompt=a", f"--draft={draft}", "--tree=none")
+    assert status == 2
+    assert "tree 'none' has no nodes for the draft to fill; give another tree" in error
+    # So does a strict run that fails at once.
+    bad = f"--prompts={prompts_file({'prompt': 'a' * 5000})}"
+    again = command(bad, "--strict", f"--output={tmp_path / 'out'}", "--overwrite")
+    assert (again[0], (tmp_path / "out").read_bytes()) == (2, before)
 
 
 def test_a_strict_run_keeps_the_rows_before_the_one_that_fails(command, prompts_file, tmp_path):
@@ -381,7 +371,7 @@ def test_a_strict_run_keeps_the_rows_before_the_one_that_fails(command, prompts_
     for _ in range(2):  # and the same command goes on behind them
         status, _, error = command(*arguments)
         assert (status, "token id 261 is outside" in error) == (2, True)
-        written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+        written = rows_in(tmp_path / "out")
         assert [len(row["output_ids"]) for row in written] == [40, 2]
 
 
@@ -394,30 +384,12 @@ def test_rows_go_into_files_only(command, prompts_file, tmp_path):
         assert (status, said in error) == (2, True)
 
 
-def test_a_strict_run_that_fails_at_once_leaves_the_rows_that_are_there(
-    command, prompts_file, tmp_path
-):
-    good, output = prompts_file({"prompt": "a"}), tmp_path / "out"
-    assert command(f"--prompts={good}", "--max_new_tokens=3", f"--output={output}")[0] == 0
-    before = output.read_bytes()
-    bad = prompts_file({"prompt": "a" * 5000})
-    again = command(f"--prompts={bad}", "--strict", f"--output={output}", "--overwrite")
-    assert (again[0], output.read_bytes()) == (2, before)
-
-
-def test_a_draft_needs_a_tree_with_nodes(command, draft):
-    status, _, error = command("--prompt=a", f"--draft={draft}", "--tree=none")
-    assert status == 2
-    assert "tree 'none' has no nodes for the draft to fill; give another tree" in error
-
-
 def test_a_base_without_a_template_is_said(command, prompts_file, tokenizer):
     path = prompts_file({"turns": ["a"]}, {"prompt": "b"})
     _, _, error = command(f"--prompts={path}", "--max_new_tokens=2")
     assert "no chat template: messages of 1 conversations are joined with newlines" in error
-    _, lines, error = command(
-        f"--prompts={path}", "--max_new_tokens=2", "--chat_template=baichuan2"
-    )
+    given = f"--prompts={path}", "--max_new_tokens=2"
+    _, lines, error = command(*given, "--chat_template=baichuan2")
     assert "no chat template" not in error
     assert json.loads(lines[0])["prompt_ids"] != tokenizer("a\n").input_ids
 
@@ -433,11 +405,13 @@ def test_a_prompt_beyond_the_context_is_cut_on_the_left_or_skipped(decode, comma
     assert status == 0
     assert skipped["skipped"].endswith("has 201 tokens and the base's context is 128")
     assert len(good["output_ids"]) == 20
-    _, lines, error = command(
-        f"--prompts={prompts_file(*rows)}", "--context_overflow=skip", "--max_new_tokens=2"
-    )
+    few = f"--prompts={prompts_file(*rows)}", "--max_new_tokens=2"
+    _, lines, error = command(*few, "--context_overflow=skip")
     assert json.loads(lines[-1])["skipped"] == 1
     assert "row 0 skipped: " in error
+
+
+SAMPLED = SamplingConfig("lossless", "sampled")
 
 
 def row(**options):
@@ -449,9 +423,6 @@ def test_a_row_s_own_settings_win():
     assert settings.for_row(row()) == settings
     own = settings.for_row(row(max_new_tokens=9, stop="y", temperature=0))
     assert (own.max_new_tokens, own.stop, own.ignore_eos) == (9, ("y",), True)
-
-
-def test_a_row_that_wants_what_cannot_be_is_named():
     with pytest.raises(UserError, match=r"p\.jsonl:1: temperature 0\.7 asks for sampling"):
         GenerationSettings(verify="greedy").for_row(row(temperature=0.7))
 
@@ -462,12 +433,8 @@ def test_a_row_that_wants_what_cannot_be_is_named():
         ({}, {}, SamplingConfig("greedy")),
         ({}, {"temperature": 0.5}, SamplingConfig("lossless")),
         ({"temperature": 1.0}, {"top_k": 3}, SamplingConfig("lossless", truncate=True)),
-        (
-            {"temperature": 1.0, "draft_sampling": "sampled"},
-            {},
-            SamplingConfig("lossless", "sampled"),
-        ),
-        ({"draft_sampling": "sampled"}, {}, SamplingConfig("lossless", "sampled")),
+        ({"temperature": 1.0, "draft_sampling": "sampled"}, {}, SAMPLED),
+        ({"draft_sampling": "sampled"}, {}, SAMPLED),
         ({"verify": "typical"}, {"temperature": 0.5}, SamplingConfig("typical")),
     ],
 )
@@ -499,7 +466,6 @@ def test_what_cannot_be_is_refused(values, said):
         GenerationSettings(**values)
 
 
-@pytest.mark.parametrize("stop", ["a", ["a"], ("a",)])
-def test_one_stop_string_may_be_given_as_such(stop):
-    assert GenerationSettings(stop=stop).stop == ("a",)
+def test_one_stop_string_may_be_given_as_such():
+    assert [GenerationSettings(stop=s).stop for s in ("a", ["a"], ("a",))] == [("a",)] * 3
     assert GenerationSettings(stop=None).stop == ()

@@ -28,7 +28,15 @@ from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import project
 from tests.decoding.reference import _logits
-from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
+from tests.tiny_models import (
+    SMALL_TREE,
+    TINY,
+    decoded,
+    random_base,
+    random_head,
+    random_prompts,
+    texts_of,
+)
 
 # Op by op, every operation on every shape would be compiled by itself.
 accept_path = jax.jit(accept.accept_path)
@@ -75,14 +83,11 @@ def test_nothing_decoded_has_no_rates():
     assert lengths.conditional_hit_rate(2) == [None, None]
 
 
-def test_accept_path_of_the_docstring():
+def test_accept_path_of_the_docstring_and_the_bonus_without_an_agreeing_child():
     tree = TokenTree(jnp.array([[5, 7, 8, 9]]), jnp.array([[-1, 0, 1, 0]]), depth=2)
     accepted = accept_path(tree, jnp.array([[7, 8, 4, 0]]))
     assert accepted.path.tolist() == [[0, 1, 2]]
     assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([2], [4])
-
-
-def test_without_an_agreeing_child_the_bonus_is_the_roots_argmax():
     tree = TokenTree(jnp.array([[5, 7, 9]]), jnp.array([[-1, 0, 0]]), depth=1)
     accepted = accept_path(tree, jnp.array([[3, 7, 9]]))
     assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([0], [3])
@@ -129,9 +134,7 @@ def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_c
     assert forced[1].path[0, :2].tolist() == [0, 2]
     assert forced[2].path.tolist() == [[0, 2, 3]]
     assert (forced[0].bonus.tolist(), forced[2].bonus.tolist()) == ([2], [4])
-
-
-def test_forced_acceptance_never_takes_padding():
+    # Padding is never taken.
     tree = TokenTree(jnp.array([[5, PAD_TOKEN]]), jnp.array([[-1, 0]]), depth=1)
     assert accept_forced(tree, jnp.zeros((1, 2), int), count=1).count.tolist() == [0]
 
@@ -144,10 +147,7 @@ def test_parts_of_the_vocabulary_give_the_same_choices(monkeypatch):
     assert found.shape == (3, 40)
     assert (found == largest(matrix, hidden)).all()
     assert len(set((found // 1024).ravel().tolist())) == 3  # every part wins somewhere
-
-
-def test_the_lowest_of_equal_tokens_is_chosen_over_parts(monkeypatch):
-    monkeypatch.setattr(step, "MOST_LOGITS", 1024)
+    # Of equal tokens the lowest is chosen.
     matrix = jnp.zeros((3000, 4)).at[jnp.array([7, 1030, 2900]), 0].set(1.0)
     hidden = jnp.zeros((5, 4)).at[:, 0].set(1.0)
     assert largest_in_parts(matrix, hidden).tolist() == [7] * 5
@@ -206,12 +206,8 @@ def test_warping_is_temperature_then_top_k_then_top_p(temperature, top_k, top_p)
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (5, 1.0), (0, 1e-7)])
 def test_as_many_tokens_stay_where_a_compiler_computes_soft_caps_twice(top_k, top_p):
     temperatures = jnp.array([0.1, 0.3, 0.5, 0.7, 1.3, 2.1])
-    many = RowSampling(
-        key=jnp.zeros((6, 2), jnp.uint32),
-        temperature=temperatures,
-        top_k=jnp.full(6, top_k),
-        top_p=jnp.full(6, top_p),
-    )
+    cuts = {"top_k": jnp.full(6, top_k), "top_p": jnp.full(6, top_p)}
+    many = RowSampling(key=jnp.zeros((6, 2), jnp.uint32), temperature=temperatures, **cuts)
 
     @jax.jit
     def num_kept(here, matrix, hidden, many):
@@ -239,9 +235,11 @@ def test_of_neighbouring_numbers_the_smaller_is_cut(further):
     np.testing.assert_array_equal(jnp.isfinite(warped)[0, 0], [1, 1, 0])
 
 
-def test_temperature_zero_leaves_the_most_probable_token():
+def test_temperature_zero_or_a_top_p_next_to_nothing_leaves_the_most_probable_token():
     logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]]])
     np.testing.assert_array_equal(jnp.isfinite(warp(logits, rows(0.0), False))[0, 0], [0, 1, 0, 0])
+    warped = warp(jnp.array([[[0.5, 2.0, 1.0]]]), rows(1.0, top_p=1e-50), truncate=True)
+    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 0.0, -np.inf])
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-10, 5e-38])
@@ -255,12 +253,8 @@ def test_a_tiny_temperature_draws_the_most_probable_token(temperature, truncate)
 
 
 def test_noise_depends_on_row_key_and_position_only():
-    settings = RowSampling(
-        key=jnp.array([[0, 1], [0, 2]], jnp.uint32),
-        temperature=jnp.ones(2),
-        top_k=jnp.zeros(2, jnp.int32),
-        top_p=jnp.ones(2),
-    )
+    keys, cuts = jnp.array([[0, 1], [0, 2]], jnp.uint32), (jnp.zeros(2, jnp.int32), jnp.ones(2))
+    settings = RowSampling(keys, jnp.ones(2), *cuts)
     noise = gumbel(settings, jnp.array([[5, 6], [6, 5]]), TOKEN, 4)
     swapped = jax.tree.map(lambda x: x[::-1], settings)
     again = gumbel(swapped, jnp.array([[5, 6], [6, 5]]), TOKEN, 4)
@@ -296,15 +290,11 @@ def texts_of_sampled_children(batch_size):
     return sampled_texts(parse_tree("paper25"), sampling, random_head(), batch_size)
 
 
-def test_sampled_children_give_a_row_the_same_text_in_any_batch():
-    assert texts_of_sampled_children(1) == texts_of_sampled_children(4)
-
-
-def test_a_greedy_row_in_a_sampling_batch_is_greedy():
+def test_sampled_children_give_a_row_the_same_text_in_any_batch_and_greedy_rows_plain_text():
     mixed = texts_of_sampled_children(4)
-    engine = Engine(TINY, None, TreeConfig.root_only())
-    greedy = decode_all(engine, random_base(), None, random_prompts(6, seed=2), 20)
-    assert mixed[::2] == [row.output_ids for row in greedy[::2]]
+    assert texts_of_sampled_children(1) == mixed
+    greedy = decoded(None, "none", random_prompts(6, seed=2), 20, batch_size=1)
+    assert mixed[::2] == texts_of(greedy[::2])
 
 
 def test_plain_decoding_draws_whatever_the_rule_for_drafts():
@@ -344,6 +334,8 @@ def test_a_request_that_the_rules_do_not_allow_is_refused(request_, sampling, me
     engine = Engine(TINY, None, TreeConfig.root_only(), sampling)
     with pytest.raises(UserError, match=message):
         engine.check(Request(0, [1], 5, **request_))
+    with pytest.raises(UserError, match="must lie in 0"):
+        Engine(TINY, None, TreeConfig.root_only(), seed=2**32)
 
 
 @pytest.mark.parametrize(
@@ -361,37 +353,20 @@ def test_params_without_a_distribution_are_refused(params, message):
         SamplingParams(**params)
 
 
-def test_a_seed_that_jax_would_cut_is_refused():
-    with pytest.raises(UserError, match="must lie in 0"):
-        Engine(TINY, None, TreeConfig.root_only(), seed=2**32)
-
-
-def test_a_top_p_next_to_nothing_keeps_the_most_probable_token():
-    warped = warp(jnp.array([[[0.5, 2.0, 1.0]]]), rows(1.0, top_p=1e-50), truncate=True)
-    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 0.0, -np.inf])
-
-
-def test_a_tree_that_passes_over_a_draw_is_refused():
-    gapped = TreeConfig("gapped", ((0,), (2,)))
+def test_what_cannot_be_drawn_is_refused():
+    gapped, wide = TreeConfig("gapped", ((0,), (2,))), TreeConfig("wide", ((96,),))
     with pytest.raises(ValueError, match="no draw may be passed over"):
         StepConfig(TINY, random_head()[0], gapped, SamplingConfig("lossless", "sampled"))
-
-
-def test_a_tree_wider_than_the_vocabulary_is_refused():
-    wide = TreeConfig("wide", ((96,),))
     with pytest.raises(ValueError, match="97 children of a node and the draft's vocabulary has 96"):
         StepConfig(TINY, random_head()[0], wide)
+    with pytest.raises(ValueError, match="'sampled' needs verify 'lossless'"):
+        SamplingConfig("typical", "sampled")
 
 
 def test_more_children_than_the_usual_support_can_be_sampled():
     wide = TreeConfig("wide", (*((i,) for i in range(20)), (0, 0)))
     sampling = SamplingConfig("lossless", "sampled", truncate=True)
     assert len(sampled_texts(wide, sampling, random_head(), 2)) == 6
-
-
-def test_sampled_children_need_the_lossless_rule():
-    with pytest.raises(ValueError, match="'sampled' needs verify 'lossless'"):
-        SamplingConfig("typical", "sampled")
 
 
 def requests(**changes):
@@ -429,7 +404,7 @@ def test_greedy_text_is_the_argmax_of_biased_logits(rules):
     sampling = SamplingConfig(rules, biased=True)
     engine = Engine(TINY, random_head()[0], SMALL_TREE, sampling, batch_size=3)
     rows = decode(engine, requests())
-    assert [row.output_ids for row in rows] == [slow(request) for request in requests()]
+    assert texts_of(rows) == [slow(request) for request in requests()]
     # The first EOS stands where it may, right behind the least length.
     assert [len(row.output_ids) for row in rows[:2]] == [10, 15]
     assert [row.finish_reason for row in rows[:2]] == ["eos", "eos"]
@@ -444,8 +419,8 @@ def test_drawn_text_is_plain_decoding_s(tree):
     asked = requests(params=SamplingParams(temperature=1.0, top_p=0.9))
     plain = Engine(TINY, None, TreeConfig.root_only(), sampling, batch_size=5)
     engine = Engine(TINY, random_head()[0], parse_tree(tree), sampling, batch_size=2)
-    texts = [row.output_ids for row in decode(engine, asked)]
-    assert texts == [row.output_ids for row in decode(plain, asked)]
+    texts = texts_of(decode(engine, asked))
+    assert texts == texts_of(decode(plain, asked))
     assert all(EOS not in text[:least] for text, least in zip(texts, LEAST, strict=False))
     assert 11 not in texts[2]
 

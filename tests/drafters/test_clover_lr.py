@@ -30,24 +30,22 @@ def head_with(**changes):
 
 
 def hidden_states(head, params, batch):
-    """Return what training sees, and the base's matrices."""
+    """Return what training sees."""
     base_params = with_draft_rows(random_base(), head.config)
-    teacher = teach(TINY, base_params, head.config.features, batch)
-    frozen = frozen_from_base(base_params)
-    inputs = (frozen, teacher.features, batch, None)
-    apply = functools.partial(head.module.apply, {"params": params}, method="train_forward")
-    return apply(*inputs), frozen
+    features = teach(TINY, base_params, head.config.features, batch).features
+    arguments = {"params": params}, frozen_from_base(base_params), features, batch, None
+    return head.module.apply(*arguments, method="train_forward")
 
 
 def test_it_begins_without_a_correction_and_with_the_last_state_alone():
     head, params = random_head(name="clover_lr")
-    hidden, _ = hidden_states(head, params, random_batch())
+    hidden = hidden_states(head, params, random_batch())
     width = TINY.hidden_size
     assert not hidden[..., width:].any()
     assert not params["fuse"].any()
     only_last = head_with(features=("pre_norm",))
     fewer = {name: leaf for name, leaf in params.items() if name != "fuse"}
-    alone, _ = hidden_states(only_last, fewer, random_batch())
+    alone = hidden_states(only_last, fewer, random_batch())
     np.testing.assert_allclose(hidden, alone, atol=1e-6)
 
 
@@ -103,16 +101,14 @@ def test_the_trunk_begins_as_the_last_layers_one_each():
     assert all(layers[f"augmenting_{i}"] is base[name] for i, name in enumerate(expected))
 
 
-@pytest.mark.parametrize("count", [0, -3, TINY.num_layers + 1])
-def test_more_or_fewer_states_than_the_base_has_are_refused(count):
-    with pytest.raises(ValueError, match=rf"num_features \({count}\) must lie between 1 and .* 3"):
-        registry.config_for_base("clover_lr", TINY, num_features=count)
-
-
-def test_a_shallow_base_gives_each_of_its_states_once():
+def test_a_shallow_base_gives_each_of_its_states_once_and_no_more_can_be_asked_for():
     shallow = dataclasses.replace(TINY, num_layers=2)
     config = registry.config_for_base("clover_lr", shallow)
     assert config.features == ("layer_1", "pre_norm")
+    for count in (0, -3, TINY.num_layers + 1):
+        message = rf"num_features \({count}\) must lie between 1 and .* 3"
+        with pytest.raises(ValueError, match=message):
+            registry.config_for_base("clover_lr", TINY, num_features=count)
 
 
 def batch_of(tokens, segment_ids=None):
@@ -122,18 +118,19 @@ def batch_of(tokens, segment_ids=None):
     return Batch(tokens, segment_ids, jnp.arange(tokens.shape[1])[None], ones > 0)
 
 
+def copies():
+    return random_head(name="clover_copy")[0]
+
+
 @functools.cache
 def compiled(method, *depth):
-    head, _ = random_head(name="clover_copy")
-    return jax.jit(
-        lambda params, *x: head.module.apply({"params": params}, *x, *depth, method=method)
-    )
+    apply = copies().module.apply
+    return jax.jit(lambda params, *x: apply({"params": params}, *x, *depth, method=method))
 
 
 def features_of(tokens):
     """Return states that differ at every position."""
-    head, _ = random_head(name="clover_copy")
-    width = TINY.hidden_size * len(head.config.features)
+    width = TINY.hidden_size * len(copies().config.features)
     return jax.random.normal(jax.random.key(1), (1, len(tokens), width))
 
 
@@ -146,12 +143,11 @@ def trained(params, tokens, segment_ids=None):
 
 def drafted_root(params, tokens, last):
     """Return the state of a text that was absorbed up to `last`, whose next token is known."""
-    head, _ = random_head(name="clover_copy")
     text = jnp.where(jnp.arange(len(tokens)) <= last + 1, jnp.asarray(tokens), PAD_TOKEN)[None]
     start, count = jnp.zeros(1, jnp.int32), jnp.full(1, last + 1)
     following = jnp.roll(text, -1, axis=1)
     accepted = AcceptedPositions(features_of(tokens), following, start, count, text)
-    cache = head.module.init_cache(1, len(tokens), jnp.float32)
+    cache = copies().module.init_cache(1, len(tokens), jnp.float32)
     return compiled("absorb")(params, frozen_from_base(random_base()), accepted, cache)
 
 
@@ -170,10 +166,9 @@ def test_a_fresh_head_points_after_the_longest_and_newest_match_and_goes_round()
 def test_drafting_a_looping_text_gives_the_logits_of_training(last):
     tokens = [7, 1, 2, 3, 1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2, 3, 3, 3]
     params, frozen = lively_params(name="clover_copy"), frozen_from_base(random_base())
-    head, _ = random_head(name="clover_copy")
     hidden = trained(params, tokens)
     state, cache = drafted_root(params, tokens, last)
-    for depth in range(head.config.num_positions):
+    for depth in range(copies().config.num_positions):
         found = compiled("propose", depth)(params, frozen, state)
         expected = compiled("logits", depth)(params, frozen, hidden[depth, last])
         np.testing.assert_allclose(found[0, 0], expected, atol=1e-4, err_msg=f"depth {depth}")

@@ -16,7 +16,7 @@ from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree_config import TreeConfig, default_tree, parse_tree
+from clover_jax.decoding.tree_config import default_tree, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
@@ -47,17 +47,13 @@ from tests.tiny_models import (
     random_base,
     random_head,
     random_prompts,
+    texts_of,
 )
 from tests.training.training_data import random_batch
 
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
 SIZE = 14
 FAST = OptimizerConfig(10, 5e-3, 0)
-
-
-def made_of(name, base):
-    kind, options = DRAFTERS[name]
-    return registry.head(registry.config_for_base(kind, base, **options))
 
 
 @functools.cache
@@ -74,10 +70,8 @@ def text_and_states():
 def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
     head, _ = random_head(name=name)
     tokens, hidden = text_and_states()
-    frozen, features = (
-        frozen_from_base(random_base()),
-        select_features(hidden, head.config.features),
-    )
+    frozen = frozen_from_base(random_base())
+    features = select_features(hidden, head.config.features)
     first, count = 5, 3  # the prompt comes in two pieces, the second one ragged
     last = first + count - 1
 
@@ -99,9 +93,7 @@ def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
         start, parent = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.int32)
         cache = head.module.init_cache(1, SIZE, jnp.float32)
         for begin, size, valid in [(0, first, first), (first, 5, count)]:
-            read, following = (
-                x[:, i : i + size] for x, i in ((features, begin), (tokens, begin + 1))
-            )
+            read, following = features[:, begin:][:, :size], tokens[:, begin + 1 :][:, :size]
             accepted = AcceptedPositions(read, following, start + begin, start + valid, tokens)
             state, cache = apply(accepted, cache, method="absorb")
         proposals = []
@@ -181,19 +173,18 @@ def test_a_draft_directory_gives_the_same_head_back(name, tmp_path):
 def test_it_trains_and_drafts_on_accelerators_at_the_size_of_llama_3_8b(name, num_layers):
     base = dataclasses.replace(LLAMA3_8B, num_layers=num_layers)
     dtype, rows, size = jnp.bfloat16, 4, 2048
-    head, base_params = made_of(name, base), base_shapes(base, dtype)
-    config = TrainStepConfig(base, head, FAST)
+    config, base_params = step_config(name, base), base_shapes(base, dtype)
+    head = config.head
     state = jax.eval_shape(lambda base: init_state(config, base, 0), base_params)
     ids = jax.ShapeDtypeStruct((rows, size), jnp.int32)
     batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((rows, size), bool))
-    make_train_step(config).trace(state, base_params, batch).lower(
-        lowering_platforms=("tpu", "cuda")
-    )
+    platforms = {"lowering_platforms": ("tpu", "cuda")}
+    make_train_step(config).trace(state, base_params, batch).lower(**platforms)
     tree = parse_tree(default_tree(head.config.max_depth))
     weights = Weights(base_params, cast_shapes(state.params, dtype))
     state = jax.eval_shape(lambda: empty_state(base, head, tree, rows, size, 8, dtype))
     step = jax.jit(lambda *x: speculate_and_verify(StepConfig(base, head, tree), *x))
-    step.trace(weights, state).lower(lowering_platforms=("tpu", "cuda"))
+    step.trace(weights, state).lower(**platforms)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +214,7 @@ def test_what_a_kind_cannot_be_told_is_named_with_what_it_can():
     [
         ("clover", {"regressive_block": "gru"}, "'gru' is not one of attention_decoder, mlp, none"),
         ("clover", {"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
-        (
-            "clover",
-            {"num_augmenting_layers": -1},
-            r"num_augmenting_layers \(-1\) must be at least 0",
-        ),
+        ("clover", {"num_augmenting_layers": -1}, r"augmenting_layers \(-1\) must be at least 0"),
         ("clover2", {"order": "last"}, "order 'last' is not one of decoder_first, block_first"),
         ("medusa", {"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
     ],
@@ -237,11 +224,10 @@ def test_impossible_heads_are_refused(kind, options, message):
         registry.config_for_base(kind, TINY, **options)
 
 
-@pytest.mark.parametrize("name", ["clover", "medusa"])
-def test_a_card_that_promises_a_deeper_draft_is_refused(name):
-    config = random_head(name=name)[0].config
-    with pytest.raises(ValueError, match=r"max_depth \(9\) must be num_positions"):
-        dataclasses.replace(config, max_depth=9, loss=LossSpec())
+def test_a_card_that_promises_a_deeper_draft_is_refused():
+    for name in ("clover", "medusa"):
+        with pytest.raises(ValueError, match=r"max_depth \(9\) must be num_positions"):
+            dataclasses.replace(random_head(name=name)[0].config, max_depth=9, loss=LossSpec())
 
 
 def shape(hidden_size, num_heads, num_kv_heads, head_dim, **more):
@@ -276,14 +262,12 @@ def test_every_head_trains_and_decodes_on_the_proportions_of_a_published_base(na
     state, metrics = make_train_step(train)(fresh_state(train, base), base, random_batch())
     assert np.isfinite(metrics.loss)
 
-    def texts(head, tree, params):
-        engine = Engine(config, head, tree, batch_size=2)
-        rows = decode_all(engine, base, params, prompts, 12, config.eos_token_ids)
-        return [row.output_ids for row in rows]
+    def texts(head, params, tree):
+        engine = Engine(config, head, parse_tree(tree), batch_size=2)
+        return texts_of(decode_all(engine, base, params, prompts, 12, config.eos_token_ids))
 
-    tree = parse_tree(default_tree(train.head.config.max_depth))
-    plain = texts(None, TreeConfig.root_only(), None)
-    assert texts(train.head, tree, state.params) == plain
+    tree = default_tree(train.head.config.max_depth)
+    assert texts(train.head, state.params, tree) == texts(None, None, "none")
 
 
 def test_attention_decoders_take_the_bases_heads_where_its_head_dim_does_not_divide_the_width():
@@ -315,10 +299,8 @@ def rescaled(logit_cap=None, norm=False, states=1.0, length=None):
         rows = params["lm_head"]
         params["lm_head"] = length * rows / jnp.linalg.norm(rows, axis=1, keepdims=True)
     if norm:
-        width = config.hidden_size
-        low, high = math.log(0.1), math.log(300)
-        drawn = jax.random.uniform(jax.random.key(7), (width,), minval=low, maxval=high)
-        params["final_norm"] = {"scale": jnp.exp(drawn)}
+        drawn = jax.random.uniform(jax.random.key(7), (config.hidden_size,))
+        params["final_norm"] = {"scale": 0.1 * 3000**drawn}  # from 0.1 to 300
     params["embedding"] = states * params["embedding"]
     for name in [f"layers_{i}" for i in range(config.num_layers)]:
         layer = dict(params[name])
@@ -331,7 +313,7 @@ def rescaled(logit_cap=None, norm=False, states=1.0, length=None):
 def step_config(name, base):
     kind, options = DRAFTERS[name]
     head = registry.head(registry.config_for_base(kind, base, **options))
-    return TrainStepConfig(base, head, OptimizerConfig(10, 5e-3, 0))
+    return TrainStepConfig(base, head, FAST)
 
 
 def fresh_state(config, base_params):
@@ -349,8 +331,7 @@ def first_losses(name, scales, fitted=True):
     changes = {"loss": dataclasses.replace(head.loss, divisor_offset=1e-5)}
     if name == "eagle":
         changes["feature_noise"] = 0.0  # has its width at 512 tokens, and 13 times that at 40
-    head = registry.head(dataclasses.replace(head, **changes))
-    config = dataclasses.replace(config, head=head)
+    config = dataclasses.replace(config, head=registry.head(dataclasses.replace(head, **changes)))
     state = fresh_state(config, params)
     if fitted:
         state = fit_scale(config, state, params, batch)

@@ -8,27 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.decoder import causal_mask
 from tests.decoding.reference import speculative_greedy
 from tests.layer_heads import lively_head
-from tests.tiny_models import TINY, decode_all, random_base, random_prompts
+from tests.tiny_models import TINY, decoded, random_base, random_prompts, texts_of
 
-KINDS = ("eagle", "eagle3")
 CONTEXT = (5, 9)  # committed positions of the two rows
-
-
-@pytest.fixture(scope="module", params=KINDS)
-def head(request):
-    return lively_head(request.param)
-
-
 ALIBI = dataclasses.replace(TINY, alibi=True)
 
 
-@pytest.fixture(scope="module", params=[(kind, TINY) for kind in KINDS] + [("eagle", ALIBI)])
+@pytest.fixture(scope="module", params=[("eagle", TINY), ("eagle3", TINY), ("eagle", ALIBI)])
 def any_head(request):
     return lively_head(*request.param)
 
@@ -105,6 +96,7 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
                 np.testing.assert_allclose(state.hidden[row, branch], expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @pytest.mark.parametrize(
     ("name", "batch_size"),
     [
@@ -113,14 +105,10 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
         ("dynamic:12:5:4", 3),
     ],
 )
-def test_greedy_text_equals_plain_text(head, name, batch_size):
-    drafter, params = head
-    prompts, tree = random_prompts(12, seed=11), parse_tree(name)
-    plain = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
-    expected = [row.output_ids for row in decode_all(plain, random_base(), None, prompts, 24)]
-    engine = Engine(TINY, drafter, tree, batch_size=batch_size)
-    rows = decode_all(engine, random_base(), params, prompts, 24)
-    assert [row.output_ids for row in rows] == expected
+def test_greedy_text_equals_plain_text(kind, name, batch_size):
+    prompts = random_prompts(12, seed=11)
+    rows = decoded(lively_head(kind), name, prompts, 24, batch_size=batch_size)
+    assert texts_of(rows) == texts_of(decoded(None, "none", prompts, 24))
     accepted = np.concatenate([row.accepted for row in rows])
     assert accepted.max() >= 2
     assert accepted.min() == 0
@@ -130,10 +118,9 @@ def test_greedy_text_equals_plain_text(head, name, batch_size):
     ("kind", "table"), [("eagle", None), ("eagle3", tuple(range(0, TINY.vocab_size, 2)))]
 )
 def test_the_fast_path_accepts_what_the_slow_judge_accepts(kind, table):
-    drafter, params = lively_head(kind, draft_to_target=table)
-    tree = parse_tree("chain:3")
-    prompts = random_prompts(2, seed=4)
-    rows = decode_all(Engine(TINY, drafter, tree), random_base(), params, prompts, 12)
+    drafter = lively_head(kind, draft_to_target=table)
+    prompts, tree = random_prompts(2, seed=4), parse_tree("chain:3")
+    rows = decoded(drafter, tree, prompts, 12, batch_size=1)
     for prompt, row in zip(prompts, rows, strict=True):
-        text, accepted = speculative_greedy(drafter, params, TINY, random_base(), prompt, 12, tree)
+        text, accepted = speculative_greedy(*drafter, TINY, random_base(), prompt, 12, tree)
         assert (row.output_ids, row.accepted) == (text, accepted)

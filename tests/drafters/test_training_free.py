@@ -94,12 +94,8 @@ CHAIN = parse_tree("chain:3")
 
 
 @functools.cache
-def compiled(method):
+def applied(method):
     return jax.jit(functools.partial(HEAD.module.apply, {}, method=method))
-
-
-def apply(method, *arguments):
-    return compiled(method)(*arguments)
 
 
 class SlowTable:
@@ -145,7 +141,7 @@ def absorb(texts, start, count, cache):
     starts = jnp.full(len(text), start)
     features = jnp.zeros((len(text), size, 0))
     accepted = AcceptedPositions(features, following, starts, jnp.asarray(count), text)
-    return apply("absorb", None, accepted, cache)
+    return applied("absorb")(None, accepted, cache)
 
 
 def test_a_prompt_read_in_parts_is_the_prompt_read_at_once():
@@ -170,9 +166,9 @@ def test_the_successor_seen_last_comes_first():
     _, cache = absorb([[a, b, c, a, d, a]], 0, [5], HEAD.module.init_cache(1, 6, jnp.float32))
     # The verified tree: a root a with b and an empty slot; the base says e after a and c after b.
     tokens, choices = jnp.array([[a, b, PAD_TOKEN]]), jnp.array([[e, c, d]])
-    cache = apply("observe", cache, tokens, choices, tokens != PAD_TOKEN)
-    state = apply("advance", None, None, cache, None, jnp.array([[a, b, e, PAD_TOKEN]]), 1)
-    few = apply("propose", None, state, 1)
+    cache = applied("observe")(cache, tokens, choices, tokens != PAD_TOKEN)
+    state = applied("advance")(None, None, cache, None, jnp.array([[a, b, e, PAD_TOKEN]]), 1)
+    few = applied("propose")(None, state, 1)
     known = few.ids[0, :, :4].tolist()
     none = PAD_TOKEN
     assert known == [[e, d, b, none], [c, none, none, none], [none] * 4, [none] * 4]

@@ -3,10 +3,8 @@
 import importlib
 import json
 import math
-import os
 import re
 import shlex
-import subprocess
 import sys
 
 import matplotlib
@@ -16,7 +14,7 @@ from clover_jax import cli, prepare, train
 from clover_jax.cli.command_flags import parse_flags
 from clover_jax.evaluation import dry_run
 from experiments.accelerator import far_from_floor
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_program
 from tests.tiny_folders import save_tiny_base
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
@@ -201,16 +199,8 @@ def test_the_colab_notebook_runs(tmp_path, monkeypatch):
 
 def rehearse(folder, seconds):
     """Return the report's JSON, its page and what was printed."""
-    command = "-m", "experiments.accelerator", "--rehearse", f"--output={folder}"
-    finished = subprocess.run(
-        [sys.executable, *command, f"--seconds={seconds}"],
-        env=os.environ,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    flags = "--rehearse", f"--output={folder}", f"--seconds={seconds}"
+    finished = run_program(sys.executable, "-m", "experiments.accelerator", *flags)
     return json.loads((folder / "cpu.json").read_text()), (folder / "cpu.md").read_text(), finished
 
 

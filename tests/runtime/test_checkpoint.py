@@ -1,6 +1,4 @@
 import contextlib
-import subprocess
-import sys
 import threading
 
 import grain
@@ -9,7 +7,7 @@ import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.runtime.checkpoint import Checkpoints
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, run_program
 
 STATE = {"x": jnp.arange(3)}
 
@@ -92,13 +90,7 @@ batches.close()
 
 
 def test_a_disk_that_refuses_many_writes_at_once_is_told_in_one_line(tmp_path):
-    finished = subprocess.run(
-        [sys.executable, *WARNINGS, "-c", REFUSED, str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    finished = run_program(*PYTHON, "-c", REFUSED, str(tmp_path))
     (line,) = finished.stdout.splitlines()
     assert "files may not grow that large there" in line
     assert finished.stderr == ""

@@ -3,14 +3,13 @@
 import os
 import platform
 import shutil
-import subprocess
-import sys
 
 import pytest
 
 import clover_jax
 from clover_jax.runtime.compilation_cache import use_compilation_cache
 from clover_jax.runtime.provenance import git_revision
+from tests.conftest import PYTHON, run_program
 
 
 def test_what_jax_was_told_stands():
@@ -38,15 +37,9 @@ def test_a_second_process_finds_the_first_ones_programs(tmp_path):
     )
     unset = ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {
-        "XDG_CACHE_HOME": str(tmp_path),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    command = [sys.executable, "-W", "error", "-c", source]
-    found = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-        for _ in range(2)
-    ]
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    found = [run_program(*PYTHON, "-c", source, env=environment).stdout for _ in range(2)]
     assert found == ["False\n", "True\n"]
 
 
@@ -65,10 +58,7 @@ for _ in range(2):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators keep it anyway")
 def test_freed_memory_is_used_again():
-    ran = subprocess.run(
-        [sys.executable, "-c", ALLOCATE_TWICE], capture_output=True, text=True, check=True
-    )
-    first, second = map(int, ran.stdout.split())
+    first, second = map(int, run_program(*PYTHON, "-c", ALLOCATE_TWICE).stdout.split())
     assert second < first / 10
 
 
@@ -77,7 +67,7 @@ def test_the_revision_is_that_of_this_programs_own_checkout(tmp_path, monkeypatc
     def git(*arguments):
         me = ("-c", "user.name=me", "-c", "user.email=me@here")
         command = ["git", "-C", str(tmp_path), *me, *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return run_program(*command).stdout.strip()
 
     package = tmp_path / ".venv" / "clover_jax"
     package.mkdir(parents=True)

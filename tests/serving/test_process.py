@@ -9,14 +9,13 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import httpx2
 import pytest
 
 from clover_jax.serving.scheduler import IDLE_SECONDS
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, REPOSITORY, run_program
 from tests.killed_processes import LAUNCH
 from tests.serving.conftest import events_of, text_of
 
@@ -38,7 +37,7 @@ def serving(*flags, count=1, **variables):
     flags = ("--port=0", "--batch_size=2", "--max_model_len=256", *flags)
     launch = [] if count == 1 else [LAUNCH, str(count)]
     started = subprocess.Popen(
-        [*launch, sys.executable, *WARNINGS, "-m", "clover_jax.serve", *flags],
+        [*launch, *PYTHON, "-m", "clover_jax.serve", *flags],
         cwd=REPOSITORY,
         env=os.environ | variables,
         stdout=subprocess.PIPE,
@@ -72,7 +71,7 @@ def test_the_curl_lines_of_a_page_are_answered(process, page):
     assert commands
     for command in commands:
         words = shlex.split(command.replace("http://127.0.0.1:8000", url))
-        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        said = run_program(*words).stdout
         if '"stream": true' in command:
             assert said.endswith("data: [DONE]\n\n")
         else:
@@ -161,12 +160,8 @@ def test_two_processes_serve_as_one(process, mesh):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_processes_that_serve_end_when_one_is_killed(killed):
     with serving("--mesh=data=2", count=2) as (started, url):
-        processes = subprocess.run(
-            ["pgrep", "-P", str(started.pid), "-f", "clover_jax.serve"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
+        found = run_program("pgrep", "-P", str(started.pid), "-f", "clover_jax.serve")
+        processes = found.stdout.split()
         assert len(texts(url)) == 5
         os.kill(int(sorted(processes, key=int)[killed]), signal.SIGKILL)
         _, errors = started.communicate(timeout=120)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.shapes import base_shapes, random_params, shape_config
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
@@ -20,7 +19,7 @@ from clover_jax.training import pairs
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
-from tests.foreign_heads import read_layout
+from tests.foreign_heads import read_reference
 from tests.tiny_models import TINY, init_head, lively_params, random_base, random_head
 from tests.training.reference import plain_loss
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
@@ -46,18 +45,8 @@ sample_anchors = jax.jit(pairs.sample_anchors, static_argnums=2)
 
 @pytest.fixture(scope="module")
 def reference(fixtures_dir):
-    folder = fixtures_dir / "clover2_reference"
-    base = load_base(str(folder / "base"))
-    config, params = read_layout("clover2", folder / "clover2", base)
-    expected = np.load(folder / "expected.npz")
-    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
-    batch = Batch(
-        tokens=tokens,
-        segment_ids=jnp.ones_like(tokens),
-        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-        loss_mask=jnp.asarray(expected["loss_mask"] > 0),
-    )
-    return base, registry.head(config), params, batch, expected
+    base, draft, batch, expected = read_reference(fixtures_dir / "clover2_reference", "clover2")
+    return base, draft.head, draft.params, batch, expected
 
 
 def test_losses_equal_the_releases_with_the_releases_weights(reference):

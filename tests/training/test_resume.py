@@ -4,8 +4,6 @@ import dataclasses
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -22,7 +20,7 @@ from clover_jax.training.settings import (
     recorded_settings,
 )
 from clover_jax.training.setup import load_inputs
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, run_program
 from tests.tiny_folders import save_tiny_base
 from tests.training.training_data import StopAfter, assert_same_params, params_of, rows, settings
 
@@ -101,13 +99,8 @@ def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
         "__import__('pathlib').Path(sys.argv[2]), Killer())\n"
     )
     chosen = settings(data)
-    killed = subprocess.run(
-        [sys.executable, *WARNINGS, "-c", source, repr(chosen.to_dict()), str(tmp_path / "w")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    arguments = repr(chosen.to_dict()), str(tmp_path / "w")
+    run_program(*PYTHON, "-c", source, *arguments, status=-signal.SIGKILL)
     assert len(rows(tmp_path / "w" / "metrics.jsonl")) >= 4
     report = run_training(chosen, tmp_path / "w", threading.Event())
     assert report["finished"]

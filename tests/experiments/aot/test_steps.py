@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 
 import jax
@@ -21,7 +20,7 @@ from experiments.aot import decoding
 from experiments.aot.__main__ import main
 from experiments.aot.hlo import Program
 from experiments.aot.training import compile_training_step
-from tests.conftest import REPOSITORY
+from tests.conftest import run_program
 
 
 def test_the_report_and_the_program_are_written(tmp_path, capsys, monkeypatch):
@@ -60,15 +59,8 @@ def figures(command, target, *flags):
         pytest.skip(f"{module} is not installed")
     # The precision that the other tests ask for widens a GPU's bfloat16 products.
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DEFAULT_MATMUL_PRECISION"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "experiments.aot", command, f"--target={target}", *flags],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    flags = command, f"--target={target}", *flags
+    finished = run_program(sys.executable, "-m", "experiments.aot", *flags, env=environment)
     return json.loads(finished.stdout.splitlines()[-1])
 
 
