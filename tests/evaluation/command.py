@@ -12,6 +12,7 @@ import pytest
 from clover_jax import cli, evaluate
 from clover_jax.decoding.sampling_config import GREEDY
 from clover_jax.evaluation import parts
+from tests.conftest import rows_in
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["the hat", "and the cat"]},
@@ -56,8 +57,7 @@ class Finished(NamedTuple):
         return json.loads(self.out[-1])
 
     def rows(self, name):
-        lines = (self.output / "rows" / f"{name}.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        return rows_in(self.output / "rows" / f"{name}.jsonl")
 
 
 def run(folder, output, *argv, prompts="bench.jsonl"):

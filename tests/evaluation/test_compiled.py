@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 
-from clover_jax import bench, cli, train
+from clover_jax import bench, train
 from clover_jax.decoding.models import load_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
@@ -28,6 +28,7 @@ from clover_jax.evaluation.targets import (
 )
 from clover_jax.models.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
+from tests.conftest import run_command
 
 HERE = Target("here", "cpu", CHIPS["v6e"], "1")
 
@@ -88,8 +89,8 @@ def test_the_command_prints_what_the_compiler_says(capsys, monkeypatch):
     monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
     flags = ["--target=tpu-v6e:2x2", "--base=shape:64x1x96", "--context=100", "--dtype=float32"]
     monkeypatch.setattr(compiled, "options_for", lambda platform: None)  # this compiler has others
-    assert cli.run(bench.main, bench.define_flags, [*flags, "--draft=none"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    status, lines, _ = run_command(capsys, bench, *flags, "--draft=none")
+    assert status == 0
     row = json.loads(lines[-1])
     # The weights of a plain step: qkv, out, MLP, lm_head; and live keys and values.
     weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
@@ -165,10 +166,8 @@ def test_a_program_that_the_compiler_finds_too_large_is_one_line(found):
 
 def test_a_program_for_a_target_is_not_cached():
     seen = []
-    lowered = types.SimpleNamespace(
-        compile=lambda **_: seen.append(jax.config.jax_enable_compilation_cache)
-    )
-    before = jax.config.jax_enable_compilation_cache
+    use = lambda **_: seen.append(jax.config.jax_enable_compilation_cache)  # noqa: E731
+    lowered, before = types.SimpleNamespace(compile=use), jax.config.jax_enable_compilation_cache
     compiled.compile_for(HERE, lowered, "")
     assert seen == [False]
     assert jax.config.jax_enable_compilation_cache == before
@@ -240,17 +239,16 @@ def test_an_8b_base_fits_sixteen_v5e_chips(on_v5e):
 
 def test_what_cannot_fit_is_refused_with_its_largest_part():
     alone = dry_run(EIGHT, "data=16", parse_target("tpu-v5e:4x4"))
-    with pytest.raises(
-        UserError, match="would need .* GB and has 17.18 GB; the largest part is ba"
-    ):
+    message = "would need .* GB and has 17.18 GB; the largest part is ba"
+    with pytest.raises(UserError, match=message):
         alone.check_memory()
 
 
 def test_the_command_prints_figures_and_ends_with_json(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["--dry_run", "--base=shape:64x1x128", "--mesh=data=2,fsdp=4", "--seq_len=16"]
-    assert cli.run(train.main, train.define_flags, argv) == 0
-    lines = capsys.readouterr().out.splitlines()
+    status, lines, _ = run_command(capsys, train, *argv)
+    assert status == 0
     row = json.loads(lines[-1])
     assert row["mesh"] == "data=2,fsdp=4,tensor=1"  # of devices that are not here
     assert row["dry_run"]
@@ -274,10 +272,8 @@ def test_only_what_fsdp_gathers_or_a_dtype_casts_is_copied(mesh, dtype, per_para
 
 
 def test_a_reduced_vocabulary_adds_no_params_to_the_base():
-    settings = TrainSettings(
-        base="shape:64x1x128", drafter="eagle3", draft_vocab=32, batch_size=4, seq_len=16
-    )
-    whole = dataclasses.replace(settings, draft_vocab=None)
+    settings = TrainSettings(base="shape:64x1x128", drafter="eagle3", batch_size=4, seq_len=16)
+    whole, settings = settings, dataclasses.replace(settings, draft_vocab=32)
     assert dry_run(settings, None).base_params == dry_run(whole, None).base_params
 
 
@@ -291,30 +287,21 @@ FLAGS = ["--dry_run", "--base=shape:64x1x128", "--seq_len=16", "--mesh=fsdp=1"]
 FLAGS += ["--drafter=medusa", "--target=tpu-v5e:4x4"]
 
 
-def run(capsys, *flags):
-    """Return the status, the lines of stdout and stderr."""
-    status = cli.run(train.main, train.define_flags, [*FLAGS, *flags])
-    captured = capsys.readouterr()
-    return status, captured.out.splitlines(), captured.err
-
-
 def test_the_command_says_what_to_install_where_there_is_no_compiler(capsys, monkeypatch):
     def missing(**_):
         raise RuntimeError("no plugin\nlong story")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    status, lines, error = run(capsys)
+    status, lines, error = run_command(capsys, train, *FLAGS)
     assert status == 0
     assert "memory is estimated only: " in error
     assert 'pip install "jax[tpu]==' in error
     assert json.loads(lines[-1])["compiled"] is None
 
 
-def test_the_command_prints_what_the_compiler_says_and_refuses_what_does_not_fit(
-    capsys, monkeypatch
-):
+def test_the_command_says_what_the_compiler_does_and_what_does_not_fit(capsys, monkeypatch):
     monkeypatch.setattr(dry_run_module, "find_devices", lambda target, count: jax.devices())
-    status, lines, _ = run(capsys)
+    status, lines, _ = run_command(capsys, train, *FLAGS)
     assert status == 0
     assert any(line.startswith("compiled for tpu-v5e:4x4, 1 devices, in") for line in lines)
     row = json.loads(lines[-1])
@@ -327,13 +314,14 @@ def test_the_command_prints_what_the_compiler_says_and_refuses_what_does_not_fit
     # All that stays between steps fits, the step does not.
     small = dataclasses.replace(CHIPS["v5e"], memory=1.2 * kept)
     monkeypatch.setitem(CHIPS, "v5e", small)
-    status, _, error = run(capsys)
+    status, _, error = run_command(capsys, train, *FLAGS)
     assert status == 2
     assert "the compiled step does not fit a device of tpu-v5e:4x4: it would need" in error
 
 
 def test_what_does_not_even_fit_between_steps_is_refused_before_compiling(capsys, monkeypatch):
     monkeypatch.setattr(dry_run_module, "lower_training_step", lambda *_: pytest.fail("compiled"))
-    status, _, error = run(capsys, "--base=shape:llama3-70b:2", "--mesh=data=8")
+    flags = *FLAGS, "--base=shape:llama3-70b:2", "--mesh=data=8"
+    status, _, error = run_command(capsys, train, *flags)
     assert status == 2
     assert "the largest part is optimizer" in error

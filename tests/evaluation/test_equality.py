@@ -52,28 +52,21 @@ def row(*outputs, index=3):
     return {"index": index, "output_ids": turns, **columns}
 
 
-def test_the_example():
+def test_the_first_difference_of_a_row_counts():
     assert first_difference([5, 6], [5, 6, 7]) == 2
     assert first_difference([5, 6], [5, 6]) is None
-
-
-def test_the_first_difference_of_a_row_counts():
     found = compare_rows(row([1, 2], [3, 4, 9]), row([1, 2], [3, 5, 8]))
     assert found == [Divergence(3, turn=1, position=1, expected=5, found=4)]
     (ended,) = compare_rows(row([1]), row([1, 2]))
     assert (ended.expected, ended.found) == (2, None)
+    assert Divergence(0, 0, 0, 1, 2).kind == MISMATCH, "what was not judged is a mismatch"
 
 
 def test_a_row_without_text_is_not_compared():
     failed = {"index": 0, "error": "bad"}
     comparisons = [compare_rows(failed, row([1])), compare_rows(row([1]), row([1]))]
-    assert summarize(comparisons, []) == {
-        "compared": 1,
-        "equal": 1,
-        "near_ties": 0,
-        "mismatches": 0,
-        "not_compared": 1,
-    }
+    found = {"compared": 1, "equal": 1, "near_ties": 0, "mismatches": 0, "not_compared": 1}
+    assert summarize(comparisons, []) == found
 
 
 @pytest.fixture(scope="module")
@@ -110,16 +103,13 @@ def test_another_token_of_the_same_score_is_a_near_tie_and_any_other_a_mismatch(
 
 def test_a_sampled_token_was_the_best_of_its_noisy_scores(twins):
     # With noise of their own the twins differ, so only the very token has no gap.
-    request = Request(0, random_prompts(1, seed=2)[0], 8, params=SamplingParams(1.0), seed=4)
+    hot = Request(0, random_prompts(1, seed=2)[0], 8, params=SamplingParams(1.0), seed=4)
     sampling = SamplingConfig("lossless")
-    same = classified(twins, sampling, request, lambda token: token)
-    assert same.gap == 0
-    assert classified(twins, sampling, request, lambda token: token ^ 1).gap > 0
-
-
-def test_a_row_at_temperature_0_is_judged_by_its_logits_in_a_sampled_run_too(twins):
-    request = Request(0, random_prompts(1, seed=2)[0], 8)
-    tie = classified(twins, SamplingConfig("lossless"), request, lambda token: token ^ 1)
+    assert classified(twins, sampling, hot, lambda token: token).gap == 0
+    assert classified(twins, sampling, hot, lambda token: token ^ 1).gap > 0
+    # A row at temperature 0 is judged by its logits in a sampled run too.
+    cold = Request(0, random_prompts(1, seed=2)[0], 8)
+    tie = classified(twins, sampling, cold, lambda token: token ^ 1)
     assert (tie.kind, tie.gap) == (NEAR_TIE, 0)
     assert tie.threshold < 1e-3
 
@@ -177,10 +167,6 @@ def test_the_program_knows_the_mesh(twins, logits_specs):
     assert None not in logits_specs
 
 
-def test_a_divergence_that_was_not_judged_is_a_mismatch():
-    assert Divergence(0, 0, 0, 1, 2).kind == MISMATCH
-
-
 def turn(prompt_ids, output_ids):
     return TurnRow(prompt_ids, output_ids, accepted=[], proposed=[], ranks=[], num_cut=0)
 
@@ -222,19 +208,15 @@ def _forward(tokens):
     """Return the base's argmax [S] and the head's logits [P, S, V] of a single text."""
     head, params = random_head()
     positions = jnp.arange(tokens.shape[1])[None]
-    output = Decoder(TINY).apply(
-        {"params": random_base()}, tokens, positions, causal_mask(*tokens.shape)
-    )
+    variables, mask = {"params": random_base()}, causal_mask(*tokens.shape)
+    output = Decoder(TINY).apply(variables, tokens, positions, mask)
     frozen = frozen_from_base(random_base())
     best = jnp.argmax(project(frozen.lm_head, output.hidden["post_norm"])[0], axis=-1)
     batch = Batch(tokens, jnp.ones_like(tokens), positions, tokens >= 0)
     arguments = (frozen, output.hidden["pre_norm"], batch, None)
     hidden = head.module.apply({"params": params}, *arguments, method="train_forward")
-    logits = [
-        head.module.apply({"params": params}, frozen, hidden[i, 0], i, method="logits")
-        for i in range(5)
-    ]
-    return best, jnp.stack(logits)
+    apply = functools.partial(head.module.apply, {"params": params}, frozen, method="logits")
+    return best, jnp.stack([apply(hidden[i, 0], i) for i in range(5)])
 
 
 def test_hits_are_those_counted_pair_by_pair(method):
@@ -295,12 +277,16 @@ for name in ["", *sys.argv[1:]]:
 @pytest.mark.slow
 def test_accuracy_and_margins_on_a_mesh_are_those_of_one_device(run_python):
     meshes = ("data=2,tensor=2", "data=2,fsdp=2,tensor=2")
-    rows = run_python(MEASURED, *meshes, devices=8).splitlines()
-    (hits, margins), *others = (json.loads(row) for row in rows)
-    for mesh, (other_hits, other_margins) in zip(meshes, others, strict=True):
-        assert other_hits == hits, mesh
-        for expected, found in zip(margins, other_margins, strict=True):
-            assert found == pytest.approx(expected, abs=1e-4), mesh
+    measured_alike(run_python(MEASURED, *meshes, devices=8))
+
+
+def measured_alike(printed):
+    """Hold the hits and margins of each mesh against one device's; return the rest of the rows."""
+    (hits, margins, *_), *others = map(json.loads, printed.splitlines())
+    for other_hits, other_margins, *_ in others:
+        assert other_hits == hits
+        np.testing.assert_allclose(other_margins, margins, rtol=0, atol=1e-4)
+    return [rest for _, _, *rest in others]
 
 
 # The same of a base with experts, and with the most rows of any matrix in accuracy's program.
@@ -324,13 +310,8 @@ accuracy.count_hits = count_hits""",
 @pytest.mark.slow
 def test_experts_are_those_of_a_devices_own_rows(run_python):
     source = WITH_EXPERTS.replace("import dataclasses, json,", "import dataclasses, json, re,")
-    rows = run_python(source, "data=2,tensor=2", "data=4", devices=8).splitlines()
-    (hits, margins, _), *others = (json.loads(row) for row in rows)
-    for other_hits, other_margins, most_rows in others:
-        assert other_hits == hits
-        for expected, found in zip(margins, other_margins, strict=True):
-            assert found == pytest.approx(expected, abs=1e-4)
-        # 2048 tokens at once, two experts each: of all rows 4096.
+    # 2048 tokens at once, two experts each: of all rows 4096.
+    for (most_rows,) in measured_alike(run_python(source, "data=2,tensor=2", "data=4", devices=8)):
         assert most_rows <= 2 * 2048 // 2
 
 

@@ -1,19 +1,15 @@
 """The routes of a server beside the answers: who is let in, and what is refused in one form."""
 
-import asyncio
 import contextlib
 import json
 import socket
 
-import httpx2
 import pytest
 
 from clover_jax.serving import connections
-from clover_jax.serving.app import make_app
 from clover_jax.serving.options import ServeOptions, ServeSpec
 from clover_jax.serving.run import open_port
-from clover_jax.serving.service import Service
-from tests.serving.asking import GREEDY, JSON, refused, text, whole
+from tests.serving.asking import GREEDY, JSON, ask_app, refused, text, whole
 from tests.serving.conftest import AREA, KEY, MESSAGES
 from tests.serving.test_requests import BAD_CHATS, BAD_COMPLETIONS
 
@@ -89,13 +85,7 @@ def test_pages_of_other_origins_are_let_in_by_name_only(client):
     }
 
     def respond(method, **options):
-        async def asked():
-            app = make_app(Service(ServeOptions(ServeSpec(), **options)))
-            transport = httpx2.ASGITransport(app=app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
-                return await one.request(method, "/v1/completions", headers=asking)
-
-        return asyncio.run(asked())
+        return ask_app(method, "/v1/completions", asking, **options)
 
     allowed = "access-control-allow-origin"
     for method in ("OPTIONS", "POST"):
@@ -109,13 +99,8 @@ def test_pages_of_other_origins_are_let_in_by_name_only(client):
 
 @pytest.mark.parametrize(("host", "status"), [("LocalHost:80", 503), ("example.org", 403)])
 def test_without_a_key_only_names_of_this_machine_are_let_in(host, status):
-    async def asked():
-        app = make_app(Service(ServeOptions(ServeSpec())))
-        transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
-            return await one.get("/v1/models", headers={"Host": host})
-
-    refused(asyncio.run(asked()), status, "Host" if status == 403 else None)
+    response = ask_app("GET", "/v1/models", {"Host": host})
+    refused(response, status, "Host" if status == 403 else None)
 
 
 @pytest.mark.parametrize(
@@ -158,25 +143,23 @@ def test_what_does_not_fit_is_refused_with_both_numbers(client):
         return message
 
     path, body = "/v1/completions", GREEDY | {"prompt": [5] * 500}
-    message = said(path, GREEDY | {"prompt": [5] * 600}, "prompt")
-    assert (
-        message == "prompt: 600 tokens and the context is 512, answer included; give 511 or fewer"
-    )
+    told = "prompt: 600 tokens and the context is 512, answer included; give 511 or fewer"
+    assert said(path, GREEDY | {"prompt": [5] * 600}, "prompt") == told
     message = said(path, body | {"stream": True}, "prompt")
     assert "500 tokens and max_tokens (24) exceed the context of 512; ask for 12" in message
-    assert (
-        whole(client, body | {"max_tokens": 12, "ignore_eos": True})["usage"]["total_tokens"] == 512
-    )
+    usage = whole(client, body | {"max_tokens": 12, "ignore_eos": True})["usage"]
+    assert usage["total_tokens"] == 512
     several = body | {"prompt": [[5], [5] * 500], "max_tokens": 10**15}
     assert "max_tokens (1000000000000000)" in said(path, several, "prompt[0]")
     chat = {"messages": MESSAGES, "max_completion_tokens": 510}
     assert "max_tokens (510) exceed" in said("/v1/chat/completions", chat, "messages")
-    strange = client.post("/v1/completions", json=GREEDY | {"logit_bias": {"2048": 1}})
-    assert "must lie in 0 .. 2047, not 2048" in refused(strange, 400, "logit_bias")
-    hot = client.post("/v1/completions", json=GREEDY | {"temperature": 1e39})
-    assert "3.40282e+38 or less" in refused(hot, 400, "temperature")
-    unknown = client.post("/v1/completions", json=GREEDY | {"prompt": [10**6]})
-    assert "1000000" in refused(unknown, 400, "prompt")
+    for name, value, words in (
+        ("logit_bias", {"2048": 1}, "must lie in 0 .. 2047, not 2048"),
+        ("temperature", 1e39, "3.40282e+38 or less"),
+        ("prompt", [10**6], "1000000"),
+    ):
+        response = client.post(path, json=GREEDY | {name: value})
+        assert words in refused(response, 400, name)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from tests.serving.conftest import AREA, CLOSE, KEY, KINDS, MESSAGES
 openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
 pytestmark = pytest.mark.servers
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 GREEDY = {"model": "tiny", "max_tokens": 24, "temperature": 0}
 
 
@@ -90,9 +91,7 @@ def test_refusals_are_the_client_s_own_errors(server, ask):
         ask.completions.create(prompt=AREA, model="gpt-4")
     assert refused.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
-        ask.chat.completions.create(
-            messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}], **GREEDY
-        )
+        ask.chat.completions.create(messages=MESSAGES, tools=TOOLS, **GREEDY)
     assert refused.value.param == "tools"
 
 
@@ -122,8 +121,7 @@ def test_langchain_invokes_streams_and_batches(server, alone):
     assert answer.response_metadata["finish_reason"] == "length"
     chunks = list(chat.stream(messages, stream_usage=True))
     assert "".join(chunk.content for chunk in chunks) == alone[10]["text"]
-    assert (
-        sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 24
-    )
+    told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert sum(usage["output_tokens"] for usage in told) == 24
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        chat.bind_tools([{"type": "function", "function": {"name": "f"}}]).invoke(messages)
+        chat.bind_tools(TOOLS).invoke(messages)

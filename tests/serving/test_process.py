@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import re
@@ -89,10 +90,8 @@ def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     ):
         wanted = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         # Two run and the others wait.
-        taken = [
-            threads.submit(httpx2.post, f"{url}/v1/completions", json=LONG, timeout=120)
-            for _ in range(6)
-        ]
+        post = functools.partial(httpx2.post, f"{url}/v1/completions", json=LONG, timeout=120)
+        taken = [threads.submit(post) for _ in range(6)]
         body = LONG | {"stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
@@ -124,12 +123,10 @@ def texts(url):
     """Ask a server for several kinds of texts, at once."""
     drawn = LONG | {"temperature": 1, "seed": 3, "n": 3, "max_tokens": 60}
     biased = LONG | {"logit_bias": {"5": 2}, "max_tokens": 60}
+    ask = functools.partial(httpx2.post, f"{url}/v1/completions", timeout=300)
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        answers = [
-            threads.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=300)
-            for body in (LONG, drawn, biased)
-        ]
-    return [choice["text"] for answer in answers for choice in answer.result().json()["choices"]]
+        answers = threads.map(lambda body: ask(json=body).json(), (LONG, drawn, biased))
+    return [choice["text"] for answer in answers for choice in answer["choices"]]
 
 
 def test_a_mesh_gives_the_text_of_one_device(process):

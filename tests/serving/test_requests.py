@@ -71,16 +71,10 @@ def test_fields_reach_the_settings():
     assert (call.streams, call.include_usage) == (True, True)
 
 
-def test_top_k_of_minus_one_is_all():
-    assert completion(top_k=-1).asks[0].settings.top_k == 0
-
-
-def test_max_completion_tokens_go_before_max_tokens():
+def test_max_completion_tokens_go_before_max_tokens_and_zero_shows_the_prompt_alone():
     assert chat(max_tokens=5, max_completion_tokens=7).asks[0].settings.max_new_tokens == 7
     assert chat(max_tokens=5).asks[0].settings.max_new_tokens == 5
-
-
-def test_max_tokens_of_zero_shows_the_prompt_alone():
+    assert completion(top_k=-1).asks[0].settings.top_k == 0, "all"
     call = completion(max_tokens=0, echo=True, logprobs=0)
     assert call.no_output
     assert call.asks[0].settings.max_new_tokens == 1
@@ -112,61 +106,38 @@ def test_what_changes_nothing_passes():
     assert completion(**neutral).asks == completion().asks
 
 
-BAD_COMPLETIONS = [
-    ({"prompt": []}, "prompt"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": 5}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": "a\ud83d"}, "prompt"),
-    ({"prompt": ["a"] * 17}, "prompt"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 5.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": float("inf")}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_k": -2}, "top_k"),
-    ({"top_k": 1.5}, "top_k"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
-    ({"n": 17}, "n"),
-    ({"seed": 2**63}, "seed"),
-    ({"seed": 1.5}, "seed"),
-    ({"stop": 5}, "stop"),
-    ({"stop": [""]}, "stop[0]"),
-    ({"stop": ["a"] * 65}, "stop"),
-    ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"best_of": 2}, "best_of"),
-    ({"user": 5}, "user"),
-    ({"prediction": {"content": "a"}}, "prediction"),
-    ({"ignore_eos": 1}, "ignore_eos"),
-    ({"logit_bias": [5]}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"),
-    ({"logit_bias": {"5": "1"}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"05": 1}}, "logit_bias"),
-    ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"),
-    ({"min_tokens": -1}, "min_tokens"),
-    ({"min_tokens": 17}, "min_tokens"),
+# Values that a field cannot have, which is told by its name.
+BAD_VALUES = {
+    "prompt": ([], None, 5, [True], [-1], ["a", 1], [[]], "a\ud83d", ["a"] * 17),
+    "max_tokens": ("5", 5.5, True, -1, 0),
+    "temperature": ("hot", float("inf"), True),
+    "top_k": (-2, 1.5),
+    "n": (0, 129, 17),
+    "seed": (2**63, 1.5),
+    "stop": (5, ["a"] * 65),
+    "logprobs": (True, 21),
+    "stream": ("yes",),
+    "stream_options": ({"include_usage": True},),
+    "best_of": (2,),
+    "user": (5,),
+    "prediction": ({"content": "a"},),
+    "ignore_eos": (1,),
+    "logit_bias": ([5], {"5": 101}, {"5": "1"}, {"x": 1}, {"05": 1}),
+    "min_tokens": (-1, 17),
     # What is not done here.
-    ({"suffix": "b"}, "suffix"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"repetition_penalty": True}, "repetition_penalty"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"guided_regex": "a+"}, "guided_regex"),
-    ({"stop_token_ids": [5]}, "stop_token_ids"),
-]
+    "suffix": ("b",),
+    "repetition_penalty": (1.1, True),
+    "presence_penalty": (0.5,),
+    "frequency_penalty": (-1,),
+    "use_beam_search": (True,),
+    "min_p": (0.1,),
+    "guided_regex": ("a+",),
+    "stop_token_ids": ([5],),
+}
+BAD_COMPLETIONS = [({name: value}, name) for name, values in BAD_VALUES.items() for value in values]
+BAD_COMPLETIONS.append(({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"))
+BAD_COMPLETIONS.append(({"stop": [""]}, "stop[0]"))
+USER = {"role": "user"}
 BAD_CHATS = [
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
@@ -174,14 +145,8 @@ BAD_CHATS = [
     ({"messages": [{"role": "me", "content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    (
-        {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[1].content",
-    ),
-    (
-        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-    ),
+    ({"messages": [*MESSAGES, USER | {"content": [{"type": "image_url"}]}]}, "messages[1].content"),
+    ({"messages": [USER | {"content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -194,26 +159,24 @@ BAD_CHATS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
-def test_a_completion_that_cannot_be_is_refused_by_its_field(body, param):
+@pytest.mark.parametrize(
+    ("ask", "body", "param"),
+    [
+        *((completion, *case) for case in BAD_COMPLETIONS),
+        *((chat, *case) for case in BAD_CHATS),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_field(ask, body, param):
     with pytest.raises(ApiError, match=param.partition("[")[0]) as refused:
-        completion(**body)
-    assert (refused.value.status, refused.value.param) == (400, param)
-
-
-@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
-def test_a_chat_that_cannot_be_is_refused_by_its_field(body, param):
-    with pytest.raises(ApiError, match=param.partition("[")[0]) as refused:
-        chat(**body)
+        ask(**body)
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
 def test_another_model_is_not_found():
-    with pytest.raises(
-        ApiError, match='"gpt-4" does not exist here; the one served is "tiny"'
-    ) as e:
+    message = '"gpt-4" does not exist here; the one served is "tiny"'
+    with pytest.raises(ApiError, match=message) as refused:
         chat(model="gpt-4")
-    assert (e.value.status, e.value.code) == (404, "model_not_found")
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -327,21 +290,15 @@ def test_one_and_the_accepted_tokens_a_draft_are_tau():
     assert metrics.totals()["tau"] == round(tokens / forwards, 4)
 
 
-def test_a_prompt_of_prefill_s_token_alone_has_no_forwards():
+def test_a_prompt_of_prefill_s_token_alone_and_plain_decoding_have_no_tau():
     metrics = Metrics("m")
     metrics.ended(ended([], 1), 1.0)
     assert metrics.totals() == {"answers": 1, "prompt_tokens": 2, "tokens": 1, "tau": None}
-
-
-def test_plain_decoding_drafts_nothing():
-    metrics = Metrics("m", is_drafting=False)
+    metrics = Metrics("clover_jax_model", is_drafting=False)
     metrics.ended(ended([0, 0], 3), 1.0)
     assert metrics.totals()["tau"] is None
-
-
-def test_a_name_of_ours_in_a_label_stays():
-    text = Metrics("clover_jax_model").text().decode()
-    assert 'vllm:num_requests_running{model_name="clover_jax_model"} 0.0' in text
+    # A name of ours in a label stays.
+    assert figures(metrics)['vllm:num_requests_running{model_name="clover_jax_model"}'] == 0
 
 
 def test_the_queue_is_asked_when_figures_are():
@@ -355,18 +312,18 @@ def test_the_queue_is_asked_when_figures_are():
 
 def test_endings_and_times_are_counted():
     metrics = Metrics("m")
-    metrics.ended(ended([1], 3, "eos"), 1.0)
-    metrics.ended(ended([1], 3, "stop"), 1.0)
-    metrics.ended(ended([1], 3), 1.0)
+    for reason in ("eos", "stop", "length"):
+        metrics.ended(ended([1], 3, reason), 1.0)
     metrics.aborted()
     metrics.first_tokens(0.2)
     metrics.later_tokens(4, 0.4)
     scraped = figures(metrics)
-    reasons = {
-        reason: scraped[f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}']
-        for reason in ("stop", "length", "abort")
-    }
-    assert reasons == {"stop": 2, "length": 1, "abort": 1}
-    assert scraped['vllm:inter_token_latency_seconds_count{model_name="m"}'] == 4
-    assert scraped['vllm:inter_token_latency_seconds_sum{model_name="m"}'] == pytest.approx(0.4)
-    assert scraped['vllm:time_to_first_token_seconds_count{model_name="m"}'] == 1
+    for reason, count in {"stop": 2, "length": 1, "abort": 1}.items():
+        name = f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}'
+        assert scraped[name] == count
+    for name, value in {
+        "inter_token_latency_seconds_count": 4,
+        "inter_token_latency_seconds_sum": pytest.approx(0.4),
+        "time_to_first_token_seconds_count": 1,
+    }.items():
+        assert scraped[f'vllm:{name}{{model_name="m"}}'] == value
