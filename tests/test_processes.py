@@ -6,24 +6,20 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import PYTHON, REPOSITORY, devices_flag, run_program
+from tests.conftest import PYTHON, devices_flag, run_program
 from tests.killed_processes import LAUNCH
-
-BASE = REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"
+from tests.training.conftest import BASE, counting_rows, losses_of
 
 
 @pytest.fixture
 def train(tmp_path):
     """A function that gives the command of a small run in a workdir."""
-    data = tmp_path / "rows.jsonl"
-    rows = [{"prompt_ids": [i, i + 1], "output_ids": list(range(i + 2, i + 20))} for i in range(30)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {"batch_size": 4, "seq_len": 32, "warmup_steps": 2, "log_every": 1}
-    small |= {"num_positions": 2, "num_augmenting_layers": 1, "base": BASE, "data": data}
+    small |= {"num_positions": 2, "num_augmenting_layers": 1}
+    small |= {"base": BASE, "data": counting_rows(tmp_path)}
 
     def command(workdir, **changes):
         flags = small | {"workdir": tmp_path / workdir} | changes
@@ -31,11 +27,6 @@ def train(tmp_path):
         return [*PYTHON, "-m", "clover_jax.train", *flags]
 
     return command
-
-
-def losses(workdir: Path):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
 
 
 @pytest.fixture
@@ -63,7 +54,7 @@ def test_two_processes_train_as_one_does_with_their_devices(train, prepared, tmp
     # One of the two processes speaks. (Gloo's own lines, on the same stdout, may come in pieces.)
     for words in ("trained 3 steps", '"finished": true'):
         assert said.count(words) == alone.count(words) == 1
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-6)
     assert (tmp_path / "two" / "draft" / "draft.json").exists()
 
 
@@ -117,11 +108,11 @@ def test_a_killed_process_ends_the_others_and_a_restart_goes_on(train, tmp_path)
     assert run.returncode == 128 + signal.SIGKILL
     assert "local_processes: process 1 was killed by signal 9; the others end too." in said
     assert "process 0: another process of this run has ended" in said
-    reached = len(losses(tmp_path / "w"))
+    reached = len(losses_of(tmp_path / "w"))
     last = reached + 4
     again = run_program(LAUNCH, "2", *train("w", **flags | {"steps": last}))
     assert "from step" in again.stderr
-    assert len(losses(tmp_path / "w")) == last
+    assert len(losses_of(tmp_path / "w")) == last
 
 
 @pytest.mark.parametrize("arguments", [[], ["2"], ["zero", "true"], ["0", "true"]])

@@ -20,9 +20,9 @@ from clover_jax.training.settings import (
     recorded_settings,
 )
 from clover_jax.training.setup import load_inputs
-from tests.conftest import PYTHON, run_program
+from tests.conftest import PYTHON, rows_in, run_program
 from tests.tiny_folders import save_tiny_base
-from tests.training.training_data import StopAfter, assert_same_params, params_of, rows, settings
+from tests.training.conftest import StopAfter, assert_same_params, params_of, settings
 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
 
@@ -75,14 +75,14 @@ def test_a_stop_after_a_measurement_keeps_the_measured_draft(
     chosen = settings(data, eval_every=3, checkpoint_every=checkpoint_every)
     report = run_training(chosen, tmp_path, StopOnceMeasured())
     assert (report["steps"], report["finished"], saved) == (3, False, [3])
-    (measured,) = rows(tmp_path / "eval.jsonl")
+    (measured,) = rows_in(tmp_path / "eval.jsonl")
     made = json.loads((tmp_path / "draft" / "draft.json").read_text())["provenance"]
     assert (made["steps"], made["tau"], made["measured"]) == (3, report["tau"], measured)
 
 
 def without_times(path):
     timed = ("tokens_per_second", "data_wait")
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows(path)]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows_in(path)]
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
@@ -101,10 +101,10 @@ def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
     chosen = settings(data)
     arguments = repr(chosen.to_dict()), str(tmp_path / "w")
     run_program(*PYTHON, "-c", source, *arguments, status=-signal.SIGKILL)
-    assert len(rows(tmp_path / "w" / "metrics.jsonl")) >= 4
+    assert len(rows_in(tmp_path / "w" / "metrics.jsonl")) >= 4
     report = run_training(chosen, tmp_path / "w", threading.Event())
     assert report["finished"]
-    assert [row["step"] for row in rows(tmp_path / "w" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows_in(tmp_path / "w" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert_same_params(params_of(tmp_path / "w"), params_of(whole_run[0]))
 
 
@@ -145,7 +145,7 @@ def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
     with pytest.raises(UserError, match="holds a run with --learning_rate=0.5, not 0.001"):
         run_training(settings(data), tmp_path, StopAfter(0))
     run_training(corrected, tmp_path, StopAfter(0))
-    assert rows(tmp_path / "metrics.jsonl") == []  # it starts anew
+    assert rows_in(tmp_path / "metrics.jsonl") == []  # it starts anew
 
 
 def test_other_data_is_refused(whole_run, data, tmp_path):
@@ -207,10 +207,10 @@ def test_the_report_is_of_the_head_in_best_after_a_resume_from_before_it(
     shutil.rmtree(tmp_path / "checkpoints" / "4")
     report = run_training(chosen, tmp_path, StopAfter(0))
     kept = read_card(tmp_path / "best").provenance
-    assert [row["step"] for row in rows(tmp_path / "eval.jsonl")] == [2]
+    assert [row["step"] for row in rows_in(tmp_path / "eval.jsonl")] == [2]
     assert (report["best_step"], report["tau"]) == (kept["steps"], kept["tau"]) == (4, 2.5)
     report = run_training(chosen, tmp_path, StopAfter(2))
-    assert rows(tmp_path / "eval.jsonl")[-1]["tau"] == 2.0
+    assert rows_in(tmp_path / "eval.jsonl")[-1]["tau"] == 2.0
     assert (report["best_step"], report["tau"]) == (4, 2.5)
 
 
