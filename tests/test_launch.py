@@ -1,6 +1,7 @@
 """The scripts in launch/, as far as they run without a cluster."""
 
 import configparser
+import contextlib
 import os
 import re
 import shlex
@@ -88,15 +89,11 @@ def container(**variables):
     return job, job["template"]["spec"]["containers"][0]
 
 
-def test_a_pod_may_have_a_hub_token_from_a_secret():
-    _, pod = container(HF_SECRET="my-token")
+def test_the_jobset_has_a_pod_for_every_host_and_a_hub_token_from_a_secret():
+    job, pod = container(HOSTS="2", TOPOLOGY="2x4", HF_SECRET="my-token")
     variables = {one.pop("name"): one for one in pod["env"]}
     secret = {"name": "my-token", "key": "token", "optional": True}
     assert variables["HF_TOKEN"] == {"valueFrom": {"secretKeyRef": secret}}
-
-
-def test_the_jobset_has_a_pod_for_every_host():
-    job, pod = container(HOSTS="2", TOPOLOGY="2x4")
     assert job["parallelism"] == job["completions"] == 2
     assert job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x4"
     assert pod["args"][1:] == ["/data/runs/clover", "--workdir=/data/runs/clover", *FLAGS]
@@ -126,21 +123,30 @@ def test_a_pod_of_another_command_ends_as_that_does(tmp_path, status):
 
 def test_a_pod_hands_sigterm_on_and_waits_for_the_checkpoint(tmp_path):
     _, pod = container(WORKDIR=str(tmp_path))
-    train = (
-        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
-        f"pathlib.Path('{tmp_path}/started').write_text('')\n"
-        f"stop.wait(); pathlib.Path('{tmp_path}/saved').touch()"
-    )
-    (tmp_path / "train.py").write_text(train)
-    os.mkfifo(tmp_path / "started")
-    executable(tmp_path / "python", f"exec {sys.executable} {tmp_path}/train.py")
-    command = [*pod["command"], *pod["args"]]
-    with subprocess.Popen(command, env=path_with(tmp_path)) as process:
-        (tmp_path / "started").read_text()  # a pipe: waits until the child listens
+    with started(pod, tmp_path) as (process, _):
         process.terminate()
         assert process.wait(60) != 0
-    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "ended").exists()
+
+
+@contextlib.contextmanager
+def started(pod, folder):
+    """Run a pod's command with a program that waits for SIGTERM as `python`: (process, arguments).
+
+    The program leaves a file `ended` when it has been told.
+    """
+    (folder / "program.py").write_text(
+        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
+        f"pathlib.Path('{folder}/started').write_text('\\n'.join(sys.argv[1:]))\n"
+        f"stop.wait(); pathlib.Path('{folder}/ended').touch()"
+    )
+    os.mkfifo(folder / "started")
+    executable(folder / "python", f'exec {sys.executable} {folder}/program.py "$@"')
+    command = [*pod["command"], *pod["args"]]
+    with subprocess.Popen(command, env=path_with(folder)) as process:
+        # A pipe: waits until the child listens.
+        yield process, (folder / "started").read_text().splitlines()
 
 
 def test_the_tpu_vm_steps_print_gcloud_commands():
@@ -181,21 +187,10 @@ def test_a_replica_is_asked_only_when_it_answers_and_may_end_what_it_began():
 
 def test_a_served_pod_has_flags_that_parse_a_key_and_hands_sigterm_on(tmp_path):
     (server,) = deployment(REQUEST_SECONDS="60")[0]["template"]["spec"]["containers"]
-    run = (
-        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
-        f"pathlib.Path('{tmp_path}/started').write_text('\\n'.join(sys.argv[1:]))\n"
-        f"stop.wait(); pathlib.Path('{tmp_path}/drained').touch()"
-    )
-    (tmp_path / "serve.py").write_text(run)
-    os.mkfifo(tmp_path / "started")
-    executable(tmp_path / "python", f'exec {sys.executable} {tmp_path}/serve.py "$@"')
-    command = [*server["command"], *server["args"]]
-    with subprocess.Popen(command, env=path_with(tmp_path)) as pod:
-        arguments = (tmp_path / "started").read_text().splitlines()
-        pod.terminate()
-        pod.wait(30)
-    assert (tmp_path / "drained").exists()
+    with started(server, tmp_path) as (process, arguments):
+        process.terminate()
+        process.wait(30)
+    assert (tmp_path / "ended").exists()
 
     assert arguments[:2] == ["-m", "clover_jax.serve"]
     flags = parse_flags(serve.define_flags, arguments[2:])

@@ -23,16 +23,9 @@ from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.models.decoder import Decoder, causal_mask
 
-TINY = BaseConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=1024,
-)
+WIDTHS = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+TINY = BaseConfig(**WIDTHS, **HEADS, num_layers=3, max_position_embeddings=1024)
 
 ONE_LAYER = {"num_augmenting_layers": 1}
 # What holds for every drafter is tested on these: name -> (kind, options of its make_config).

@@ -10,11 +10,11 @@ import sys
 import matplotlib
 import pytest
 
-from clover_jax import cli, prepare, train
+from clover_jax import prepare, train
 from clover_jax.cli.command_flags import parse_flags
 from clover_jax.evaluation import dry_run
 from experiments.accelerator import far_from_floor
-from tests.conftest import REPOSITORY, run_program
+from tests.conftest import REPOSITORY, rows_in, run_command, run_program
 from tests.tiny_folders import save_tiny_base
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
@@ -30,14 +30,10 @@ def command_of(flagfile):
 
 
 @pytest.mark.parametrize("flagfile", FLAGFILES, ids=lambda path: path.name)
-def test_every_flagfile_parses(flagfile):
+def test_every_flagfile_parses_and_gives_no_flag_twice(flagfile):
     command = command_of(flagfile)
     flags = parse_flags(command.define_flags, [f"--flagfile={flagfile}"])
     assert flags.flagfile == [str(flagfile)]
-
-
-@pytest.mark.parametrize("flagfile", FLAGFILES, ids=lambda path: path.name)
-def test_every_flagfile_says_what_its_command_needs(flagfile):
     settings = [line for line in flagfile.read_text().splitlines() if line.startswith("--")]
     names = [line.partition("=")[0] for line in settings]
     assert len(names) == len(set(names)), "a flag is given twice"
@@ -100,8 +96,9 @@ def test_every_training_flagfile_runs_two_steps_with_its_shapes_shrunk(
     # Each position is compiled by itself. Other heads may have a tree that needs all of theirs.
     if flags.drafter in ("clover2", "eagle3"):
         arguments.append("--num_positions=2")
-    assert cli.run(train.main, train.define_flags, arguments) == 0, capsys.readouterr().err
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    status, _, error = run_command(capsys, train, *arguments)
+    assert status == 0, error
+    rows = rows_in(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert (tmp_path / "draft" / "draft.json").is_file()
@@ -122,23 +119,19 @@ AT_FULL_SIZE = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=[] if n == RUN_BY_DEFAULT else [pytest.mark.slow])
-        for n in AT_FULL_SIZE
-    ],
-)
+USUAL = [pytest.param(n, marks=[pytest.mark.slow] * (n != RUN_BY_DEFAULT)) for n in AT_FULL_SIZE]
+
+
+@pytest.mark.parametrize("name", USUAL)
 def test_every_recipe_fits_its_devices_at_full_size(name, capsys, monkeypatch):
     # Where the target's compiler is installed, compiling would take many minutes.
     monkeypatch.setattr(dry_run, "dry_run_compiled", lambda *_: None)
     base, mesh, target = AT_FULL_SIZE[name]
     flagfile = REPOSITORY / "experiments" / f"{name}.flags"
     arguments = [f"--flagfile={flagfile}", f"--base={base}", f"--mesh={mesh}", "--dry_run"]
-    status = cli.run(train.main, train.define_flags, [*arguments, f"--target={target}"])
-    captured = capsys.readouterr()
-    assert status == 0, captured.err
-    report = json.loads(captured.out.splitlines()[-1])
+    status, lines, error = run_command(capsys, train, *arguments, f"--target={target}")
+    assert status == 0, error
+    report = json.loads(lines[-1])
     assert report["total_bytes"] < report["device_memory"]
     # The file says what was computed, to a tenth of a gigabyte.
     assert f"{report['total_bytes'] / 1e9:.1f} GB" in flagfile.read_text()
@@ -172,15 +165,10 @@ def test_the_colab_notebook_runs(tmp_path, monkeypatch):
         "BATCH_SIZE": 2,
         "SEQ_LEN": 32,
         "PROMPT": "the hat",
-        "MORE_SETTINGS": {
-            "drafter_options": "num_augmenting_layers=1",
-            "num_positions": 2,
-            "tree": "chain:2",
-            "eval_max_new_tokens": 4,
-            "log_every": 1,
-            "eval_prompts": "prompts.jsonl",
-        },
     }
+    more = {"num_positions": 2, "tree": "chain:2", "drafter_options": "num_augmenting_layers=1"}
+    more |= {"eval_max_new_tokens": 4, "log_every": 1, "eval_prompts": "prompts.jsonl"}
+    tiny["MORE_SETTINGS"] = more
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the"}\n')
     names = {}
     for source, tags in code_cells(REPOSITORY / "experiments/notebooks/clover2_colab_tpu.ipynb"):
@@ -231,12 +219,8 @@ def test_with_time_enough_everything_is_measured(tmp_path):
 def test_the_parts_that_lose_most_time_are_named_once_each():
     def timed(**milliseconds):
         parts = {
-            name.replace("_", " "): {
-                "ms": ms,
-                "floor_ms": floor,
-                "over_floor": floor and ms / floor,
-            }
-            for name, (ms, floor) in milliseconds.items()
+            name.replace("_", " "): {"ms": ms, "floor_ms": f, "over_floor": f and ms / f}
+            for name, (ms, f) in milliseconds.items()
         }
         return {"status": "done", "parts": parts}
 

@@ -24,15 +24,8 @@ from tests.tiny_models import TINY, init_head, lively_params, random_base, rando
 from tests.training.reference import plain_loss
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
-ALL_TERMS = LossSpec(
-    regression=3.0,
-    soft_ce=0.5,
-    hard_ce=2.0,
-    total_variation=1.5,
-    candidate_ce=0.25,
-    decay=0.7,
-    divisor_offset=0.25,
-)
+TERMS = {"regression": 3.0, "soft_ce": 0.5, "hard_ce": 2.0, "total_variation": 1.5}
+ALL_TERMS = LossSpec(**TERMS, candidate_ce=0.25, decay=0.7, divisor_offset=0.25)
 DPACE = dataclasses.replace(ALL_TERMS, dpace=0.5)
 
 # Op by op, every operation on every shape would be compiled by itself.
@@ -61,13 +54,9 @@ def test_losses_equal_the_releases_with_the_releases_weights(reference):
 
 def test_losses_equal_the_releases_on_the_releases_states(reference):
     base, head, params, batch, expected = reference
-    loss, parts = jax.jit(functools.partial(distillation_loss, head))(
-        params,
-        frozen_from_base(base.params),
-        jnp.asarray(expected["clover2_states"]),
-        jnp.asarray(expected["base_postnorm"]),
-        batch,
-    )
+    states = jnp.asarray(expected["clover2_states"]), jnp.asarray(expected["base_postnorm"])
+    compiled = jax.jit(functools.partial(distillation_loss, head))
+    loss, parts = compiled(params, frozen_from_base(base.params), *states, batch)
     np.testing.assert_allclose(parts.terms.soft_ce, expected["clover2_distill_loss"], atol=1e-5)
     np.testing.assert_allclose(loss, expected["clover2_total_loss"], atol=1e-5)
 
@@ -124,10 +113,10 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
     # Where a document begins anew, the token is nobody's to predict.
     other = batch.replace(tokens=batch.tokens.at[0, second].add(1))
 
+    @jax.jit
     def loss(batch):
         return distillation_loss(head, params, frozen, hidden, states, batch)[0]
 
-    loss = jax.jit(loss)
     assert loss(other) == loss(batch)
     within = batch.replace(tokens=batch.tokens.at[0, second + 2].add(1))
     assert loss(within) != loss(batch)
@@ -173,24 +162,18 @@ def test_a_drafters_own_output_matrices_get_their_gradient():
 
         return jax.jit(jax.grad(value, argnums=(0, 1)))({"heads": matrices}, hidden)
 
-    for chunked, plain in zip(
-        jax.tree.leaves(by(lambda *a: distillation_loss(*a, chunk=8))),
-        jax.tree.leaves(by(plain_loss)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(chunked, plain, atol=1e-5)
+    chunked, plain = by(lambda *a: distillation_loss(*a, chunk=8)), by(plain_loss)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), chunked, plain)
 
 
 def test_gradients_in_bfloat16_do_not_shrink_with_the_chunk():
     batch = random_batch(rows=200)
     states = random_states(random_base(), batch, num_positions=3)
     matrices = jax.random.normal(jax.random.key(5), (3, TINY.vocab_size, TINY.hidden_size))
-    matrices, (frozen, hidden, states) = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16), (matrices, states)
-    )
-    config = dataclasses.replace(
-        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0, dpace=0.5)
-    )
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (matrices, states))
+    matrices, (frozen, hidden, states) = narrow
+    loss = LossSpec(hard_ce=1.0, dpace=0.5)
+    config = dataclasses.replace(random_head()[0].config, num_positions=3, loss=loss)
 
     def gradient(chunk):
         def value(params):
@@ -261,11 +244,11 @@ def test_a_batch_without_pairs_has_loss_zero_and_no_nan():
     head, params = random_head()
     batch = random_batch().replace(loss_mask=jnp.zeros((3, 20), bool))
     frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
-    loss, gradient = jax.jit(
-        jax.value_and_grad(
-            lambda hidden: distillation_loss(head, params, frozen, hidden, states, batch)[0]
-        )
-    )(hidden)
+
+    def value(hidden):
+        return distillation_loss(head, params, frozen, hidden, states, batch)[0]
+
+    loss, gradient = jax.jit(jax.value_and_grad(value))(hidden)
     assert loss == 0
     assert not gradient.any()
 
@@ -299,11 +282,18 @@ def unpack(batch):
     return unpacked.replace(segment_ids=(unpacked.segment_ids > 0).astype(jnp.int32))
 
 
-def test_pair_mask_gives_the_docstrings_example():
-    segment_ids = jnp.array([[1, 1, 1, 2]])
-    mask = pair_mask(segment_ids, jnp.ones((1, 4), bool), num_positions=2)
-    expected = [[[False, True, True, False]], [[False, False, True, False]]]
-    np.testing.assert_array_equal(mask, expected)
+def test_pairs_give_the_examples_of_the_docstrings():
+    segments, yes, no = jnp.array([[1, 1, 1, 2]]), True, False
+    mask = pair_mask(segments, jnp.ones((1, 4), bool), num_positions=2)
+    np.testing.assert_array_equal(mask, [[[no, yes, yes, no]], [[no, no, yes, no]]])
+    np.testing.assert_array_equal(labelled_targets(jnp.array([[1, 1, 2, 0]])), [[yes, no, no, no]])
+    batch = Batch(segments, segments, segments, segments > 0)
+    mask = anchored_mask(batch, jnp.array([[0, 1]]), num_positions=2)
+    np.testing.assert_array_equal(mask, [[[yes, yes]], [[yes, no]]])
+    targets = compact_targets(jnp.array([[[no, yes, no, yes]]]))
+    np.testing.assert_array_equal(targets.index, [[1, 3, 0, 0]])
+    np.testing.assert_array_equal(targets.rank, [[-1, 0, 0, 1]])
+    np.testing.assert_array_equal(targets.count, [2])
 
 
 def test_a_pair_counts_by_the_mask_of_the_position_before_its_target():
@@ -312,23 +302,9 @@ def test_a_pair_counts_by_the_mask_of_the_position_before_its_target():
     mask = pair_mask(segment_ids, loss_mask, num_positions=3)
     # Only m_2 has a target: tau = 3, for the pairs (2, 0), (1, 1), (0, 2).
     np.testing.assert_array_equal(mask[:, 0], [[False] * 3 + [True, False]] * 3)
-
-
-def test_padding_has_no_pairs():
+    # Padding has no pairs.
     mask = pair_mask(jnp.zeros((2, 6), jnp.int32), jnp.ones((2, 6), bool), num_positions=2)
     assert not mask.any()
-
-
-def test_labelled_targets_gives_the_docstrings_example():
-    labelled = labelled_targets(jnp.array([[1, 1, 2, 0]]))
-    np.testing.assert_array_equal(labelled, [[True, False, False, False]])
-
-
-def test_anchored_mask_gives_the_docstrings_example():
-    segments = jnp.array([[1, 1, 1, 2]])
-    batch = Batch(segments, segments, segments, segments > 0)
-    mask = anchored_mask(batch, jnp.array([[0, 1]]), num_positions=2)
-    np.testing.assert_array_equal(mask, [[[True, True]], [[True, False]]])
 
 
 def test_anchors_are_supervised_tokens_that_their_document_goes_on_from():
@@ -343,13 +319,6 @@ def test_anchors_are_supervised_tokens_that_their_document_goes_on_from():
         assert possible[row][some[row]].all()
     assert some.tolist() != others.tolist()
     assert not anchored_mask(batch, jnp.full((2, 1), 39), num_positions=3).any()
-
-
-def test_compact_targets_gives_the_docstrings_example():
-    targets = compact_targets(jnp.array([[[False, True, False, True]]]))
-    np.testing.assert_array_equal(targets.index, [[1, 3, 0, 0]])
-    np.testing.assert_array_equal(targets.rank, [[-1, 0, 0, 1]])
-    np.testing.assert_array_equal(targets.count, [2])
 
 
 def test_each_group_of_rows_has_its_own_compact_targets():

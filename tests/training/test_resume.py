@@ -148,24 +148,14 @@ def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
     assert rows_in(tmp_path / "metrics.jsonl") == []  # it starts anew
 
 
-def test_other_data_is_refused(whole_run, data, tmp_path):
+def test_other_data_is_refused_and_the_same_elsewhere_accepted(whole_run, data, tmp_path):
     other = tmp_path / "rows.jsonl"
     other.write_text(data.read_text() + '{"prompt_ids": [1, 2], "output_ids": [3, 4, 5]}\n' * 5)
     with pytest.raises(UserError, match="another --data"):
         run_training(settings(other, eval_every=3), whole_run[0], threading.Event())
-
-
-def test_the_same_data_elsewhere_is_accepted(whole_run, data, tmp_path):
     moved = shutil.copy(data, tmp_path / "elsewhere.jsonl")
     report = run_training(settings(moved, eval_every=3), whole_run[0], threading.Event())
     assert report["already_finished"]
-
-
-def test_more_steps_continue_a_finished_run(data, tmp_path):
-    run_training(settings(data), tmp_path, threading.Event())
-    report = run_training(settings(data, steps=7), tmp_path, threading.Event())
-    assert report["steps"] == 7
-    assert not (tmp_path / "best").exists()
 
 
 def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(
@@ -188,6 +178,7 @@ def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(
         run_training(settings(data), tmp_path, threading.Event())
     assert recorded_settings(tmp_path) == more  # a command that was refused changes nothing
     assert run_training(more, tmp_path, threading.Event())["finished"]
+    assert not (tmp_path / "best").exists()
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 8
     assert "changes the schedule" not in capsys.readouterr().err
 
@@ -244,16 +235,9 @@ def test_a_template_that_was_edited_in_place_is_refused(tmp_path):
     chats.write_text('{"prompt": "a", "response": "b c a hat"}\n' * 4)
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    chosen = TrainSettings(
-        base=str(base), data=str(chats), seq_len=32, steps=1, chat_template=str(template)
-    )
+    given = {"base": str(base), "data": str(chats), "chat_template": str(template)}
+    chosen = TrainSettings(**given, seq_len=32, steps=1)
     record_settings(tmp_path, chosen, load_inputs(chosen).identity)
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="holds a run with another --chat_template"):
         check_resumable(tmp_path, chosen, load_inputs(chosen).identity, learnt=True)
-
-
-def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
-    run_training(settings(data, checkpoint_every=2), tmp_path, StopAfter(5))
-    with pytest.raises(UserError, match=r"has done \d+ steps, more than --steps=1"):
-        run_training(settings(data, steps=1), tmp_path, threading.Event())

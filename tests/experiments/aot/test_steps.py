@@ -38,10 +38,7 @@ def test_the_report_and_the_program_are_written(tmp_path, capsys, monkeypatch):
         (["melt"], "'melt' is not a command; use decode or train"),
         (["decode"], "--target is required, such as tpu-v6e:2x2"),
         (["train", "--target=tpu-v9:2x2"], "--target=tpu-v9:2x2 is unknown"),
-        (
-            ["decode", "--target=tpu-v6e:2x2", "--program=/missing/step"],
-            "--program=/missing/step must be a file in a folder that exists",
-        ),
+        (["decode", "--target=tpu-v6e:2x2", "--program=/missing/step"], "must be a file in a fol"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(argv, said, capsys):
@@ -134,22 +131,14 @@ def test_the_training_step_compiles_for_absent_hardware(target):
 @pytest.mark.aot
 def test_no_more_than_two_layers_experts_are_gathered_at_a_time():
     flags = ["--mesh=fsdp=16", "--drafter=clover_lr", "--num_positions=1", "--batch_size=16"]
-    two, six = (
-        figures("train", "tpu-v5e:4x4", *flags, "--seq_len=256", f"--base=shape:qwen3-30b-a3b:{n}")
-        for n in (2, 6)
-    )
+    flags += ["--seq_len=256", "--base=shape:qwen3-30b-a3b"]
+    two, six = (figures("train", "tpu-v5e:4x4", *flags[:-1], f"{flags[-1]}:{n}") for n in (2, 6))
     # A layer's experts are 1.2 GB.
     assert six["temporaries"] - two["temporaries"] < 0.5e9
 
 
-SMALL = TrainSettings(
-    base="shape:64x1x8192",
-    batch_size=2,
-    seq_len=128,
-    num_positions=2,
-    num_augmenting_layers=1,
-    loss_chunk=32,
-)
+SIZES = {"batch_size": 2, "seq_len": 128, "num_positions": 2, "num_augmenting_layers": 1}
+SMALL = TrainSettings(base="shape:64x1x8192", **SIZES, loss_chunk=32)
 ALL_LOGITS = SMALL.batch_size * SMALL.seq_len * 8192  # B x S x V
 
 
@@ -217,9 +206,7 @@ cli.report(compile_and_describe(settings, "fsdp=4,tensor=2", parse_target("gpu-h
 
 
 def test_a_sharded_base_is_gathered_in_pieces(run_python):
-    settings = dataclasses.replace(
-        SMALL, batch_size=8, num_positions=1, num_augmenting_layers=1, dtype="float32"
-    )
+    settings = dataclasses.replace(SMALL, batch_size=8, num_positions=1, dtype="float32")
     *lines, report = run_python(SHARDED, json.dumps(settings.to_dict()), devices=8).splitlines()
     row = json.loads(report)
     # Its matrices over the vocabulary are the largest; fsdp gathers what tensor leaves of them.
