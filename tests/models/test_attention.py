@@ -70,11 +70,8 @@ def test_a_reading_takes_what_its_scores_allow():
     assert CacheReadPolicy(most_scores=2**30).chunk_of(256, num_queries=1) == 256
     assert CacheReadPolicy().chunk_of(4096, num_queries=1) == CACHE_CHUNK
     # Five quarters of a power of two have other parts than halves.
-    chunks = [
-        CacheReadPolicy(most_scores=4 * most).chunk_of(10240, num_queries=1)
-        for most in (10**6, 4096)
-    ]
-    assert chunks == [5120, 2560]
+    for most, chunk in ((10**6, 5120), (4096, 2560)):
+        assert CacheReadPolicy(most_scores=4 * most).chunk_of(10240, num_queries=1) == chunk
     assert READ_POLICIES["tpu"].chunk_of(10240, num_queries=16 * 32 * 26) == 512
     assert READ_POLICIES["tpu"].chunk_of(1280, num_queries=1) == CACHE_CHUNK
     assert CacheReadPolicy().chunk_of(100, num_queries=1) == 100
@@ -89,11 +86,10 @@ def test_rows_are_read_in_groups_as_large_as_their_scores_allow():
 
 
 def test_a_cache_of_no_whole_chunks_is_refused():
+    rows, one = jnp.zeros((1, 1, 300, 8)), jnp.zeros((1, 1, 1, 8))
+    given = one[:, :, None], KeyValue(one, one), jnp.ones((1, 1, 1), bool), KeyValue(rows, rows)
     with pytest.raises(ValueError, match=r"cache length \(300\) must be a multiple of 256"):
-        rows = KeyValue(jnp.zeros((1, 1, 300, 8)), jnp.zeros((1, 1, 300, 8)))
-        fresh = KeyValue(jnp.zeros((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 8)))
-        mask = jnp.ones((1, 1, 1), bool)
-        attend(jnp.zeros((1, 1, 1, 1, 8)), fresh, mask, rows, jnp.array([1]))
+        attend(*given, jnp.array([1]))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -234,11 +230,8 @@ def test_the_docstrings_slopes():
     assert alibi_slopes(6).tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]
 
 
-def test_a_layer_without_rules_has_no_distance():
+def test_a_layer_without_rules_and_a_window_as_large_as_the_span_cost_nothing():
     assert ScoreRules.of(LAYER, jnp.zeros((1, 2), jnp.int32)) is None
-
-
-def test_a_window_as_large_as_the_span_costs_nothing():
     config = dataclasses.replace(LAYER, sliding_window=260)
     rules = ScoreRules.of(config, jnp.zeros((1, 4), jnp.int32))
     assert rules.within(261).window == 260
@@ -330,6 +323,10 @@ def test_gather_rows_of_the_docstring():
     found = gather_rows((KeyValue(rows, -rows),), jnp.array([[0, 2]]))
     assert found[0].key.ravel().tolist() == [0, 2]
     assert found[0].value.ravel().tolist() == [0, -2]
+    # Slots that are not asked for do not matter.
+    rows = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])[None, None, :, None]
+    index = jnp.array([[0, 2]])
+    assert _by_product((KeyValue(rows, rows),), index)[0].key.ravel().tolist() == [1, 3]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -338,12 +335,6 @@ def test_a_product_takes_the_very_rows_that_an_index_does(dtype):
     fresh = tuple(KeyValue(x, x[::-1]) for x in jax.random.normal(keys[0], (2, 3, 2, 7, 5), dtype))
     index = jax.random.randint(keys[1], (3, 4), 0, 7)
     jax.tree.map(np.testing.assert_array_equal, _by_product(fresh, index), _by_index(fresh, index))
-
-
-def test_slots_that_are_not_asked_for_do_not_matter():
-    rows = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])[None, None, :, None]
-    index = jnp.array([[0, 2]])
-    assert _by_product((KeyValue(rows, rows),), index)[0].key.ravel().tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(("count", "flat"), [(1, True), (1, False), (3, False)])

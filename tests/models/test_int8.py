@@ -23,9 +23,7 @@ def test_every_entry_is_within_half_a_step_and_the_largest_is_127_of_them():
     expected = np.full((3, 7), 127)
     expected[1, 2] = 0  # a channel of zeros stays zero
     np.testing.assert_array_equal(largest, expected)
-
-
-def test_a_matrix_of_127_steps_is_kept_as_it_is():
+    # A matrix of 127 steps is kept as it is.
     values = np.random.default_rng(0).integers(-127, 128, (64, 3))
     values[0] = 127
     matrix = jnp.asarray(values * np.array([0.5, 2.0, 1.0]), jnp.float32)
@@ -79,14 +77,8 @@ def test_two_stages_give_what_one_gives_ties_included(vocabulary, k):
     np.testing.assert_array_equal(ids, expected_ids)
 
 
-def test_chunks_come_out_even_where_they_can():
+def test_chunks_come_out_even_and_padding_is_never_chosen_but_the_lowest_id_among_equals():
     assert [_chunk_of(size) for size in (128256, 4097, 32000, 4096)] == [1336, 1024, 1280, 1024]
-
-
-def test_argmax_takes_the_lowest_id_among_equals():
     np.testing.assert_array_equal(argmax(jnp.array([[1.0, 3.0, 3.0]])), [1])
-
-
-def test_padding_is_never_chosen():
     logits = jnp.full((1, 4097), -1e30).at[0, 4096].set(-1e31)
     assert sorted(top_k(logits, 3).ids[0].tolist()) == [0, 1, 2]

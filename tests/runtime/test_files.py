@@ -1,6 +1,7 @@
 """Files, folders and rows are whole or absent, whatever happens while they are written."""
 
 import errno
+import functools
 import json
 import os
 import stat
@@ -43,9 +44,10 @@ def write_folder(path, **contents):
             (unfinished / "deep" / name).write_text(text)
 
 
-def test_a_folder_replaces_the_one_before(tmp_path):
+def test_a_folder_replaces_the_one_before_and_what_a_killed_run_left(tmp_path):
     write_folder(tmp_path / "draft", old="1")
-    write_folder(tmp_path / ".draft.replaced", older="0")  # of a killed run
+    write_folder(tmp_path / ".draft.replaced", older="0")
+    write_folder(tmp_path / ".draft.unfinished", rest="")
     write_folder(tmp_path / "draft", new="2")
     assert names(tmp_path) == ["draft"]
     assert names(tmp_path / "draft" / "deep") == ["new"]
@@ -63,14 +65,6 @@ def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):
     assert names(tmp_path / "draft" / "deep") == ["old"]
 
 
-def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path):
-    (tmp_path / ".draft.unfinished").mkdir()
-    (tmp_path / ".draft.unfinished" / "rest").touch()
-    write_folder(tmp_path / "draft", new="2")
-    assert names(tmp_path) == ["draft"]
-    assert names(tmp_path / "draft") == ["deep"]
-
-
 def test_a_parent_that_is_a_file_is_an_os_error_that_names_it(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(OSError, match="runs"):
@@ -83,13 +77,14 @@ def test_a_disk_that_cannot_rename_folders_is_named_at_once(tmp_path, monkeypatc
     files.check_renames(tmp_path)
     assert names(tmp_path) == []
 
-    def refuse(*paths):
-        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
-
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "rename", functools.partial(refusing, errno.ENOTSUP))
     with pytest.raises(UserError, match="cannot rename folders .* hierarchical namespace"):
         files.check_renames(tmp_path)
     assert names(tmp_path) == []
+
+
+def refusing(number, *_):
+    raise OSError(number, os.strerror(number))
 
 
 def refuse_sync(number, of_folders):
@@ -97,7 +92,7 @@ def refuse_sync(number, of_folders):
 
     def refuse(descriptor):
         if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folders:
-            raise OSError(number, os.strerror(number))
+            refusing(number)
         sync(descriptor)
 
     return refuse
@@ -120,10 +115,7 @@ def test_other_failures_of_a_sync_are_raised(tmp_path, monkeypatch, number, of_f
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
 def test_a_disk_without_locks_locks_nobody_out(tmp_path, monkeypatch, number):
-    def refuse(file, operation):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", functools.partial(refusing, number))
     with files.only_process_in(tmp_path, "is training", "--workdir"):
         pass
 
@@ -158,17 +150,9 @@ def test_a_folder_that_was_there_before_stays(tmp_path):
 
 
 def test_values_of_numpy_and_jax_become_plain_json():
-    value = {
-        "a": np.int32(1),
-        "b": jnp.arange(2),
-        "c": (float("inf"), np.float32("nan")),
-        4: Path("x/y"),
-        "é": True,
-    }
+    value = {"a": np.int32(1), "b": jnp.arange(2), "c": (float("inf"), np.float32("nan"))}
+    value |= {4: Path("x/y"), "é": True}
     assert jsonl.to_json(value) == '{"a": 1, "b": [0, 1], "c": [null, null], "4": "x/y", "é": true}'
-
-
-def test_what_is_no_json_is_refused():
     with pytest.raises(TypeError, match="not JSON serializable"):
         jsonl.to_json({"a": object()})
 
@@ -247,12 +231,6 @@ def test_rows_that_come_early_wait_for_those_before_them(tmp_path):
         assert indices(path) == [0, 1, 2]
 
 
-def test_every_row_is_on_disk_when_append_returns(tmp_path):
-    with open_rows(tmp_path / "out.jsonl") as rows:
-        rows.append({"index": 0})
-        assert indices(tmp_path / "out.jsonl") == [0]
-
-
 def test_the_same_command_resumes_after_a_torn_line(output):
     with output.open("a") as file:
         file.write('{"index": 2, "te')
@@ -260,9 +238,6 @@ def test_the_same_command_resumes_after_a_torn_line(output):
         assert rows.finished == 2
         rows.append({"index": 2})
     assert indices(output) == [0, 1, 2]
-
-
-def test_a_resumed_row_is_not_written_twice(output):
     with open_rows(output) as rows, pytest.raises(ValueError, match="row 1 was written before"):
         rows.append({"index": 1})
 
@@ -341,12 +316,9 @@ def test_a_spoilt_manifest_is_named(output, manifest):
         open_rows(output)
 
 
-def test_rows_out_of_order_are_refused(output):
+def test_two_writers_at_once_and_rows_out_of_order_are_refused(output):
+    with open_rows(output), pytest.raises(UserError, match="written by another process"):
+        open_rows(output)
     output.write_text('{"index": 0}\n{"index": 5}\n')
     with pytest.raises(UserError, match=r"out\.jsonl:2: expected the row with index 1, found"):
-        open_rows(output)
-
-
-def test_two_writers_at_once_are_refused(output):
-    with open_rows(output), pytest.raises(UserError, match="written by another process"):
         open_rows(output)

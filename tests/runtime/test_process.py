@@ -12,14 +12,11 @@ from clover_jax.runtime.provenance import git_revision
 from tests.conftest import PYTHON, run_program
 
 
-def test_what_jax_was_told_stands():
+def test_programs_lie_under_the_users_cache_folder_unless_jax_was_told_another():
     environment = {"JAX_COMPILATION_CACHE_DIR": "/mine", "XDG_CACHE_HOME": "/cache"}
     before = dict(environment)
     use_compilation_cache(environment)
     assert environment == before
-
-
-def test_programs_lie_under_the_users_cache_folder_host_by_host():
     environment = {"XDG_CACHE_HOME": "/cache"}
     use_compilation_cache(environment)
     assert environment["JAX_COMPILATION_CACHE_DIR"].startswith("/cache/clover_jax/programs/")
