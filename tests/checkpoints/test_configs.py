@@ -9,21 +9,12 @@ from clover_jax.checkpoints.loading import ARCHITECTURES, read_checkpoint
 from clover_jax.config import RopeConfig
 from clover_jax.errors import UserError
 
-MINIMAL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 88,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-}
-LLAMA3 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+MINIMAL = {"architectures": ["LlamaForCausalLM"], "vocab_size": 96, "hidden_size": 32}
+MINIMAL |= {"intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 ORIGINAL_64 = {"original_max_position_embeddings": 64}
+WINDOW = {"use_sliding_window": True}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1.5, 2, 3]}
 
 
@@ -246,18 +237,10 @@ def test_gemmas_layers_alternate(read, architecture, changes, windows, thetas):
     [
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive whole nu"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types must list 3 t"),
-        (
-            "Qwen2ForCausalLM",
-            {"use_sliding_window": True, "layer_types": ["full_attention", "linear", "x"]},
-            "layer type 'linear' is not supported, only sliding_attention and full_attention",
-        ),
+        ("Qwen2ForCausalLM", WINDOW | {"layer_types": ["linear"] * 3}, "type 'linear' is not su"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, r"per_tok \(9\) is more than num_lo"),
         *(
-            (
-                "Qwen2ForCausalLM",
-                {"use_sliding_window": True, "max_window_layers": count},
-                f"max_window_layers must be a whole number, 0 or more, not {count}",
-            )
+            ("Qwen2ForCausalLM", WINDOW | {"max_window_layers": count}, f"or more, not {count}")
             for count in (None, -1, 1.5)
         ),
         ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_alpha 1.702 and swiglu_limit 5.0 are"),

@@ -36,13 +36,13 @@ WINDOW = 7
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
 GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
 # Scores are scaled by another number than the heads' width; one layer has a window, one has none.
-GEMMA = {
-    "head_dim": 16,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": WINDOW,
-    "layer_types": ["full_attention", "sliding_attention"],
-}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+GEMMA |= {"layer_types": ["full_attention", "sliding_attention"]}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+# Texts longer than 66 tokens have other keys.
+PHI = {"original_max_position_embeddings": 66, "pad_token_id": 0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONGROPE |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 
 
 class Family(NamedTuple):
@@ -70,19 +70,7 @@ FAMILIES = {
     "gpt-oss, a short window": Family("GptOss", GPT_OSS),
     "gpt-oss, experts in mxfp4": Family("GptOss", GPT_OSS | {"sliding_window": 100}, "mxfp4"),
     "phi3, fused matrices and longrope of a part of each head": Family(
-        "Phi3",
-        {
-            "head_dim": 8,
-            "original_max_position_embeddings": 66,  # longer texts have other keys
-            "pad_token_id": 0,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "short_factor": [1.0, 1.5],
-                "long_factor": [2.0, 4.0],
-            },
-        },
+        "Phi3", PHI | {"head_dim": 8, "rope_parameters": LONGROPE}
     ),
     "phi3, a short window": Family(
         "Phi3", {"sliding_window": WINDOW, "pad_token_id": 0, **NO_GROUPS}
@@ -240,13 +228,8 @@ def repack_mxfp4(model, folder) -> Logits:
     return functools.partial(torch_logits, model)
 
 
-REPACKS = {
-    "mxfp4": repack_mxfp4,
-    "rotary": repack_rotary,
-    "alibi": repack_alibi,
-    "normalized": repack_normalized,
-    "multimodal": repack_multimodal,
-}
+REPACKS = {"mxfp4": repack_mxfp4, "rotary": repack_rotary, "alibi": repack_alibi}
+REPACKS |= {"normalized": repack_normalized, "multimodal": repack_multimodal}
 
 
 def test_baichuan_2_stores_rows_of_any_length(make):
@@ -266,33 +249,21 @@ def test_alibi_slopes_are_blooms(torch, num_heads):
 
 EXTRA_BASE = os.environ.get("CLOVER_JAX_EXTRA_BASE")
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1e4,
-    "factor": 4.0,
-    "beta_fast": 4.0,
-    "original_max_position_embeddings": 32,
-}
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **FACTORS}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+SCALED = {"rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "beta_fast": 4.0, "original_max_position_embeddings": 32, **SCALED}
 VARIANTS = {
     "grouped heads": {},
     "one key head": {"num_key_value_heads": 1},
     "one query head per key": {"num_key_value_heads": 4},
     "wide heads": {"head_dim": 16},
     "rope llama3": {"rope_parameters": LLAMA3},
-    "rope linear": {"rope_parameters": LINEAR | {"rope_theta": 1e4, "factor": 4.0}},
+    "rope linear": {"rope_parameters": LINEAR | SCALED},
     "rope yarn": {"rope_parameters": YARN},
     "rope yarn without whole pairs": {"rope_parameters": YARN | {"truncate": False}},
-    "rope dynamic": {
-        "rope_parameters": LINEAR | {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-    },
+    "rope dynamic": {"rope_parameters": SCALED | {"rope_type": "dynamic"}},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }

@@ -30,12 +30,8 @@ from tests.tiny_checkpoints import (
 from tests.tiny_models import TINY
 
 # The fixture of each layout, and the folder of its head there.
-REFERENCES = {
-    "clover2": ("clover2_reference", "clover2"),
-    "eagle": ("clover2_reference", "eagle1"),
-    "eagle3": ("eagle3_reference", "eagle3"),
-    "dflash2": ("dflash2_reference", "dflash2"),
-}
+REFERENCES = {name: (f"{name}_reference", name) for name in ("clover2", "eagle3", "dflash2")}
+REFERENCES["eagle"] = ("clover2_reference", "eagle1")
 STATES = "eagle_aux_hidden_state_layer_ids"
 layouts = pytest.mark.parametrize("layout", REFERENCES)
 

@@ -23,15 +23,9 @@ from tests.killed_processes import LAUNCH
 
 # 1.5 GB of the shape of Llama-3-8B with a quarter of its vocabulary; by LAYERS all of that.
 LAYERS = int(os.environ.get("LAYERS", "0"))
-BASE = BaseConfig(
-    vocab_size=128_256 if LAYERS else 32_064,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=LAYERS or 2,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
+WIDTHS = {"hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128}
+SIZES = {"vocab_size": 128_256 if LAYERS else 32_064, "num_layers": LAYERS or 2}
+BASE = BaseConfig(**WIDTHS, **SIZES, num_heads=32, num_kv_heads=8)
 MATRIX = BASE.vocab_size * BASE.hidden_size * 2  # bytes of the embedding
 
 PROGRAM = """

@@ -126,13 +126,9 @@ os.environ["XDG_CACHE_HOME"] = sys.argv[1]
 mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8))
 placed = random_base(base), params
 placed = jax.device_put(placed, param_shardings(placed, mesh))
-models = Models(
-    BaseModel(base, placed[0], Path(), "random"),
-    None,
-    Draft(head, placed[1], None, {}, "random"),
-    parse_tree("chain:3"),
-    mesh,
-)
+draft = Draft(head, placed[1], None, {}, "random")
+model = BaseModel(base, placed[0], Path(), "random")
+models = Models(model, None, draft, parse_tree("chain:3"), mesh)
 choice = fastest_tree(models, random_prompts(4, vocab_size=base.vocab_size), 3)
 print(json.dumps([list(choice.rates), min(choice.rates.values()) > 0]))
 """

@@ -196,14 +196,13 @@ def test_what_cannot_be_written_next_to_a_head_is_kept_in_the_cache_folder(
     assert fastest_tree(models, PROMPTS, 1).path is None
 
 
-def test_where_no_tree_pays_the_draft_is_left_out(base, draft, rates):
+def test_where_no_tree_pays_the_draft_is_left_out_and_without_prompts_keeps_its_tree(
+    base, draft, rates
+):
     rates(0.9)
     choice = fastest_tree(open_models(base, draft), PROMPTS, 1)
     assert choice.name == "plain"
     assert choice.apply(open_models(base, draft)).draft is None
-
-
-def test_where_no_prompt_can_be_read_the_draft_keeps_its_tree(base, draft):
     models, bad = open_models(base, draft), [BadPrompt(0, "a:1", "bad")]
     assert with_fastest_tree(models, bad, 1, GREEDY, SamplingParams()) is models
 

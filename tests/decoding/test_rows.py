@@ -180,13 +180,11 @@ def test_a_stop_string_cuts_text_and_tokens(decode, draft, tokenizer):
     _, (plain,) = decode([prompt])
     letters = [decode_text(tokenizer, [id_]) for id_ in plain["output_ids"]]
     # A stop of two tokens that stand together for the first time at `place`.
-    place = next(
-        i
-        for i in range(4, 18)
-        if plain["text"].find(letters[i] + letters[i + 1]) == len("".join(letters[:i]))
-        and "\N{REPLACEMENT CHARACTER}" not in letters[i] + letters[i + 1]
-    )
-    stopping = prompt | {"stop": ["never", letters[place] + letters[place + 1]]}
+    pairs = [(i, letters[i] + letters[i + 1], "".join(letters[:i])) for i in range(4, 18)]
+    pairs = [pair for pair in pairs if "\N{REPLACEMENT CHARACTER}" not in pair[1]]
+    found = ((i, two) for i, two, before in pairs if plain["text"].find(two) == len(before))
+    place, stop = next(found)
+    stopping = prompt | {"stop": ["never", stop]}
     for flags in ([], [f"--draft={draft}"]):
         _, (row, other) = decode([stopping, prompt], *flags, "--batch_size=1")
         assert row["finish_reason"] == "stop"
@@ -237,14 +235,10 @@ def test_without_a_prompt_the_base_s_own_first_one_is_taken(command, base, tmp_p
 
 
 def test_a_real_process_streams_into_a_pipe_and_ends_when_its_reader_leaves(base):
-    arguments = [sys.executable, "-m", "clover_jax.generate", f"--base={base}", "--prompt=the"]
-    with subprocess.Popen(
-        [*arguments, "--max_new_tokens=100"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    ) as process:
+    flags, pipe = (f"--base={base}", "--prompt=the", "--max_new_tokens=100"), subprocess.PIPE
+    command = [sys.executable, "-m", "clover_jax.generate", *flags]
+    how = {"cwd": REPOSITORY, "env": os.environ | {"PYTHONUNBUFFERED": "1"}}
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, **how) as process:
         assert process.stdout.read(3) == b"the"
         process.stdout.close()
         assert process.stderr.read() == b""

@@ -173,12 +173,8 @@ LEAST = [9, 14, 0, 6]
 
 
 def rows(temperature, top_k=0, top_p=1.0):
-    return RowSampling(
-        key=jnp.zeros((1, 2), jnp.uint32),
-        temperature=jnp.array([temperature]),
-        top_k=jnp.array([top_k]),
-        top_p=jnp.array([top_p]),
-    )
+    settings = (jnp.array([value]) for value in (temperature, top_k, top_p))
+    return RowSampling(jnp.zeros((1, 2), jnp.uint32), *settings)
 
 
 def warped_by_hand(logits, temperature, top_k, top_p):

@@ -31,8 +31,7 @@ def test_many_clients_at_once_get_the_texts_that_each_would_get_alone(server, al
 
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         texts = list(threads.map(ask, *zip(*asked, strict=True)))
-    wanted = [None if way == "leave" else alone[kind]["text"] for kind, way in asked]
-    assert texts == wanted
+    assert texts == [None if way == "leave" else alone[kind]["text"] for kind, way in asked]
     assert server.becomes("num_requests_running", 0)
 
 

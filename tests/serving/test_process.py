@@ -37,14 +37,9 @@ def serving(*flags, count=1, **variables):
     """Yield the command with more flags, as `count` processes, and its address."""
     flags = ("--port=0", "--batch_size=2", "--max_model_len=256", *flags)
     launch = [] if count == 1 else [LAUNCH, str(count)]
-    started = subprocess.Popen(
-        [*launch, *PYTHON, "-m", "clover_jax.serve", *flags],
-        cwd=REPOSITORY,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [*launch, *PYTHON, "-m", "clover_jax.serve", *flags], subprocess.PIPE
+    how = {"cwd": REPOSITORY, "env": os.environ | variables, "text": True}
+    started = subprocess.Popen(command, stdout=pipe, stderr=pipe, **how)
     try:
         said = ""
         for line in started.stderr:

@@ -77,10 +77,8 @@ def measured(tau, tree="chain:1"):
 
 def measure(workdir, writer, reports, done=0, best=None):
     """Measure the steps of a run that goes on after `done`; return what is best."""
-    with (
-        contextlib.closing(MetricsLog(workdir, done)) as log,
-        progress_bar(3, "train", file=io.StringIO()) as progress,
-    ):
+    bar = progress_bar(3, "train", file=io.StringIO())
+    with contextlib.closing(MetricsLog(workdir, done)) as log, bar as progress:
         for step, report in reports.items():
             # The loss falls all the way; nothing asks for it.
             log.write("train", {"step": step, "loss": 1.0 / step})

@@ -139,19 +139,14 @@ def test_too_little_memory_says_what_to_do(data, tmp_path, monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
     monkeypatch.setattr(run, "make_train_step", lambda config: run_step)
-    message = (
-        "the device has too little memory to train on 2 rows of 32 tokens; give "
-        "--gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or more "
-    )
+    message = "too little memory to train on 2 rows of 32 tokens; give --gradient_acc.*, --remat, "
     with pytest.raises(UserError, match=message):
         run_training(settings(data), tmp_path / "w", threading.Event())
 
 
 def test_a_second_run_in_the_same_workdir_is_refused(data, tmp_path):
-    with (
-        only_process_in(tmp_path, "is training", "--workdir"),
-        pytest.raises(UserError, match="another run is training"),
-    ):
+    refused = pytest.raises(UserError, match="another run is training")
+    with only_process_in(tmp_path, "is training", "--workdir"), refused:
         run_training(settings(data), tmp_path, threading.Event())
 
 
