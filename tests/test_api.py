@@ -274,10 +274,7 @@ def test_a_wrong_setting_of_a_command_is_a_user_error(tmp_path):
             api.evaluate(tmp_path / "out", **settings)
 
 
-def test_the_names_of_its_signatures_are_there():
+def test_the_names_of_its_signatures_are_there_and_importing_the_package_loads_nothing(run_python):
     assert {"GenerationSettings", "TrainSettings", "Models"} <= set(api.__all__)
     assert all(hasattr(api, name) for name in api.__all__)
-
-
-def test_importing_the_package_loads_nothing(run_python):
     run_python("import clover_jax, sys; assert 'jax' not in sys.modules")

@@ -217,9 +217,7 @@ def test_a_width_that_heads_do_not_fill_is_refused():
     assert config.decoder_heads == 4
     with pytest.raises(ValueError, match=r"head_dim \(8\) does not divide: set decoder_heads.* 4"):
         dataclasses.replace(config, decoder_heads=0)
-
-
-def test_the_official_layout_cannot_hold_such_a_head():
+    # Nor can the official layout hold a head of such a base.
     config = registry.config_for_base("clover2", WIDE)
     with pytest.raises(UserError, match=r"width \(32\) in num_heads \(8\) parts, which is not"):
         check_exportable(config, WIDE)

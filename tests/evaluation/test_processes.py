@@ -6,7 +6,7 @@ import pytest
 
 from clover_jax.evaluation.plan import JOURNAL
 from tests.decoding.test_rows import ragged_rows, rows_of
-from tests.evaluation.command import ROWS, write_rows
+from tests.evaluation.conftest import ROWS, write_rows
 from tests.killed_processes import lines_in, run_through_kills, start
 
 METHODS = ("vanilla", "chain")

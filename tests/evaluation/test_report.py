@@ -21,7 +21,7 @@ from clover_jax.evaluation.report import conditions, slow_drafts
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.runtime.progress import progress_bar
 from tests.conftest import rows_in, run_command
-from tests.evaluation.command import ROWS, run, write_rows
+from tests.evaluation.conftest import ROWS, run, write_rows
 from tests.tiny_models import TINY, random_head
 
 

@@ -108,14 +108,11 @@ def test_norms_of_queries_are_on_every_device_and_experts_split_by_width_and_sin
     assert [found[f"layers_0/{name}"] for name in names] == [P("tensor", None), *experts]
 
 
-def test_fewer_heads_than_shards_are_on_every_device():
+def test_fewer_heads_than_shards_are_on_every_device_and_decoder_heads_are_cut():
     mesh = make_abstract_mesh(MeshShape(tensor=8))
     found = specs(param_shardings(base_shapes(TINY), mesh))  # 2 key/value heads
     assert found["layers_0/attention/qkv"] == P("fsdp", None, None, None)
     assert found["layers_0/mlp/down"] == P("tensor", "fsdp")
-
-
-def test_decoder_heads_that_shards_do_not_divide_are_cut():
     base = shape_config("shape:gemma3-27b:1")  # 42 heads of 128 for an Attention Decoder
     head = registry.head(registry.config_for_base("clover2", base))
     mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=4))

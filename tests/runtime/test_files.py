@@ -30,7 +30,8 @@ def test_a_file_appears_whole_with_its_parents(tmp_path):
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
     files.write_text(tmp_path / "a", "old")
-    with pytest.raises(RuntimeError, match="half"), files.atomic_file(tmp_path / "a") as unfinished:
+    half = pytest.raises(RuntimeError, match="half")
+    with half, files.atomic_file(tmp_path / "a") as unfinished:
         unfinished.write_text("ne")
         raise RuntimeError("half way")
     assert (tmp_path / "a").read_text() == "old"
@@ -55,10 +56,8 @@ def test_a_folder_replaces_the_one_before_and_what_a_killed_run_left(tmp_path):
 
 def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):
     write_folder(tmp_path / "draft", old="1")
-    with (
-        pytest.raises(RuntimeError, match="half"),
-        files.atomic_directory(tmp_path / "draft") as unfinished,
-    ):
+    half = pytest.raises(RuntimeError, match="half")
+    with half, files.atomic_directory(tmp_path / "draft") as unfinished:
         (unfinished / "part").write_text("p")
         raise RuntimeError("half way")
     assert names(tmp_path) == ["draft"]
@@ -243,10 +242,8 @@ def test_the_same_command_resumes_after_a_torn_line(output):
 
 
 def test_a_gap_at_the_end_is_an_error_but_does_not_hide_another(tmp_path):
-    with (
-        pytest.raises(ValueError, match="row 0 of .* never came, but 1 rows"),
-        open_rows(tmp_path / "a") as rows,
-    ):
+    gap = pytest.raises(ValueError, match="row 0 of .* never came, but 1 rows")
+    with gap, open_rows(tmp_path / "a") as rows:
         rows.append({"index": 1})
     with pytest.raises(KeyError, match="cause"), open_rows(tmp_path / "b") as rows:
         rows.append({"index": 1})

@@ -82,10 +82,8 @@ def test_many_at_once(server, alone):
 
 
 def test_refusals_are_the_client_s_own_errors(server, ask):
-    with (
-        openai.OpenAI(**options(server, "another")) as stranger,
-        pytest.raises(openai.AuthenticationError, match="a key is needed"),
-    ):
+    needed = pytest.raises(openai.AuthenticationError, match="a key is needed")
+    with openai.OpenAI(**options(server, "another")) as stranger, needed:
         stranger.completions.create(prompt=AREA, **GREEDY)
     with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
         ask.completions.create(prompt=AREA, model="gpt-4")
@@ -98,10 +96,8 @@ def test_refusals_are_the_client_s_own_errors(server, ask):
 def test_a_full_queue_is_a_rate_limit(server, ask):
     # Four run and sixteen may wait, so that two such requests are more than there is room for.
     body = {"model": "tiny", "max_tokens": 480, "n": 16, "extra_body": {"ignore_eos": True}}
-    with (
-        ask.completions.create(prompt=AREA, stream=True, **body),
-        pytest.raises(openai.RateLimitError, match="too many requests are waiting"),
-    ):
+    limited = pytest.raises(openai.RateLimitError, match="too many requests are waiting")
+    with ask.completions.create(prompt=AREA, stream=True, **body), limited:
         ask.completions.create(prompt=AREA, **body)
     assert server.becomes("num_requests_running", 0)
 

@@ -41,12 +41,9 @@ def test_the_page_needs_nothing_but_itself():
     assert set(re.findall(r"\"(v1/[a-z/]*)\"", SOURCE)) == asked
 
 
-def test_text_of_a_model_cannot_become_markup_and_a_key_is_not_stored():
+def test_text_cannot_become_markup_a_key_is_not_stored_and_every_field_has_a_label():
     forbidden = "innerHTML|outerHTML|insertAdjacent|document.write|eval|DOMParser|Function"
     assert not re.search(rf"{forbidden}|[a-z]+Storage|indexedDB|cookie\b\s*=", SOURCE)
-
-
-def test_every_field_has_a_label():
     fields = re.findall(r"<(?:input|textarea)[^>]* id=\"([^\"]+)\"", SOURCE)
     assert len(fields) == 11
     assert set(fields) == set(re.findall(r"<label for=\"([^\"]+)\"", SOURCE))
