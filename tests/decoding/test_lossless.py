@@ -89,27 +89,16 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=F
     base_params = with_draft_rows(base_params, head.config) if head else base_params
     weights = Weights(base_params, draft_params)
     keys, start = jax.random.split(jax.random.key(7), SAMPLES), len(PROMPT)
-    bias = RowBias(
-        ids=jnp.tile(jnp.arange(5), (SAMPLES, 1)),
-        values=jnp.tile(BIAS, (SAMPLES, 1)),
-        eos_from=jnp.full(SAMPLES, start + LENGTH - 1),
-    )
-    rows = RowSampling(
-        key=jax.random.key_data(keys),
-        temperature=jnp.full(SAMPLES, temperature),
-        top_k=jnp.zeros(SAMPLES, jnp.int32),
-        top_p=jnp.full(SAMPLES, top_p),
-        bias=bias if biased else None,
-    )
+    ids, values = (jnp.tile(row, (SAMPLES, 1)) for row in (jnp.arange(5), BIAS))
+    bias = RowBias(ids=ids, values=values, eos_from=jnp.full(SAMPLES, start + LENGTH - 1))
+    warped = {"temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
+    warped |= {"top_k": jnp.zeros(SAMPLES, jnp.int32), "bias": bias if biased else None}
+    rows = RowSampling(key=jax.random.key_data(keys), **warped)
     end = jnp.full(SAMPLES, start, jnp.int32)  # a weak type would compile the step twice
     state = empty_state(base, head, tree, SAMPLES, 16, 1, jnp.float32)
-    state = state.replace(
-        tokens=state.tokens.at[:, :start].set(jnp.array(PROMPT)),
-        end=end,
-        limit=end + LENGTH,
-        eos=state.eos + (1 + EOS if biased else 0),
-        sampling=rows,
-    )
+    tokens = state.tokens.at[:, :start].set(jnp.array(PROMPT))
+    ends = {"end": end, "limit": end + LENGTH, "eos": state.eos + (1 + EOS if biased else 0)}
+    state = state.replace(tokens=tokens, sampling=rows, **ends)
     # The state is an argument: as a constant, XLA would spend a minute folding it.
     state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)[0]
     # A function of its own, traced anew: a test may have put a fault into the verifier.

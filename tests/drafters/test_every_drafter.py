@@ -271,10 +271,8 @@ def test_every_head_trains_and_decodes_on_the_proportions_of_a_published_base(na
 
 
 def test_attention_decoders_take_the_bases_heads_where_its_head_dim_does_not_divide_the_width():
-    heads = {
-        family: registry.config_for_base("clover2", dataclasses.replace(TINY, **changes))
-        for family, changes in PUBLISHED.items()
-    }
+    bases = {family: dataclasses.replace(TINY, **changes) for family, changes in PUBLISHED.items()}
+    heads = {family: registry.config_for_base("clover2", base) for family, base in bases.items()}
     assert heads["Gemma 3 270M"].decoder_heads == heads["Gemma 3 1B"].decoder_heads == 4
     assert heads["gpt-oss"].decoder_heads == 15  # its 16 do not divide a width of 90
     assert heads["Qwen3 0.6B"].decoder_heads == heads["Llama 3.2 1B"].decoder_heads == 0

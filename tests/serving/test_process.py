@@ -78,11 +78,9 @@ def test_the_curl_lines_of_a_page_are_answered(process, page):
 
 def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     started, url = process
-    with (
-        httpx2.Client(base_url=url, timeout=120) as client,
-        httpx2.Client(base_url=url, timeout=120) as other,
-        concurrent.futures.ThreadPoolExecutor(8) as threads,
-    ):
+    clients = [httpx2.Client(base_url=url, timeout=120) for _ in range(2)]
+    pool = concurrent.futures.ThreadPoolExecutor(8)
+    with clients[0] as client, clients[1] as other, pool as threads:
         wanted = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         # Two run and the others wait.
         post = functools.partial(httpx2.post, f"{url}/v1/completions", json=LONG, timeout=120)
