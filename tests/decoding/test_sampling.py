@@ -75,9 +75,7 @@ def test_rates_of_several_answers_are_those_of_all_their_forwards():
     assert lengths.conditional_hit_rate(4) == [3 / 4, 2 / 3, 1 / 2, 0]
     assert lengths.histogram() == [1, 1, 1, 1]
     assert lengths.histogram(1) == [1, 1]
-
-
-def test_nothing_decoded_has_no_rates():
+    # Nothing decoded has no rates.
     lengths = tally((1, []))
     assert (lengths.tau, lengths.hit_rate(2), lengths.histogram()) == (None, [], [])
     assert lengths.conditional_hit_rate(2) == [None, None]

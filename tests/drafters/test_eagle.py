@@ -171,9 +171,8 @@ def test_documents_packed_in_a_row_do_not_see_each_other():
 
 
 def test_it_starts_with_the_bases_own_rows_and_norm():
-    table = tuple(range(1, 96, 3))
+    base, table = random_base(), tuple(range(1, 96, 3))
     params = lively_head("eagle3", draft_to_target=table)[1]
-    base = random_base()
     np.testing.assert_array_equal(params["lm_head"], base["lm_head"][np.array(table)])
     np.testing.assert_array_equal(params["output_norm"]["scale"], base["final_norm"]["scale"])
 

@@ -69,13 +69,11 @@ def test_answers_that_loop_are_told_from_the_others():
     assert repeats == {"ngrams": 13 + 2, "repeated": 12, "looping_turns": 1, **taus}
 
 
-def test_copies_are_counted_where_there_are_any():
+def test_copies_are_counted_where_there_are_any_and_turns_one_by_one():
     copies = row([9] * 6, [2, 1]) | {"copied": [2, 0]}
     assert tally(copies, row([9], [])).to_dict()["copied_tokens"] == 2
     assert tally(row([9] * 6, [2, 1])).to_dict()["copied_tokens"] is None
-
-
-def test_turns_count_one_by_one_and_rows_that_have_none_are_counted():
+    # Turns count one by one, and so do rows that have none.
     two = {key: [value, value] for key, value in row([9, 9], [1], num_cut=4).items()}
     figures = tally(two, {"error": "bad"}, {"skipped": "long"}).to_dict()
     counted = ("rows", "failed", "skipped", "truncated", "turns", "tokens")

@@ -134,14 +134,11 @@ def test_an_unknown_leaf_is_an_error_that_says_where_its_rule_goes():
         param_shardings(base_shapes(TINY), mesh)
 
 
-def test_rows_are_split_over_data_and_fsdp_or_refused():
+def test_rows_are_split_over_data_and_fsdp_or_refused_and_caches_by_heads_too():
     row = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     assert row_shardings(row, MESH).spec == P(("data", "fsdp"))
     with pytest.raises(UserError, match="--batch_size=6 must be divisible by data x fsdp = 4"):
         row_shardings(jax.ShapeDtypeStruct((6, 16), jnp.int32), MESH)
-
-
-def test_caches_are_split_by_rows_and_heads():
     head = registry.head(registry.config_for_base("clover2", TINY))
     tree = parse_tree("chain:2")
 

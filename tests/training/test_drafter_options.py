@@ -115,16 +115,13 @@ def test_a_setting_that_the_head_cannot_take_is_refused(base, settings, message)
         config_of(base, **settings)
 
 
-def test_a_loss_of_an_earlier_version_is_read_unless_it_used_a_dropped_term():
+def test_a_loss_and_settings_of_an_earlier_version_are_read_but_for_dropped_terms():
     unused = {"neg_log_acceptance": 0.0, "lk": 0.0, "lk_eta": 3.0, "label_mask": False}
     assert LossSpec.from_dict({"soft_ce": 2.0} | unused) == LossSpec(soft_ce=2.0)
     with pytest.raises(ValueError, match=r"loss lk \(1.0\) was dropped from training; set it to 0"):
         LossSpec.from_dict(unused | {"lk": 1.0})
     with pytest.raises(ValueError, match="LossSpec has no field 'kl'"):
         LossSpec.from_dict({"kl": 0.0})
-
-
-def test_settings_of_an_earlier_version_keep_their_parts_of_the_loss():
     earlier = {"loss": "dpace=0.5", "regression_weight": 1.0, "position_decay": None}
     assert TrainSettings.from_dict(earlier).loss == "dpace=0.5,regression=1"
     assert TrainSettings.from_dict({"label_mask": False, "soft_ce_weight": None}).loss is None

@@ -117,7 +117,7 @@ def base():
     return load_base(BASE)
 
 
-def test_prompts_of_held_out_rows_are_decoded_each_once(base):
+def test_prompts_of_held_out_rows_are_decoded_each_once(base, capsys):
     rows = [TokenRow("f", tuple(range(10)), (answer,)) for answer in range(5)]
     rows.append(TokenRow("f", tuple(range(9, 0, -1)), (3,)))
     prompts = evaluation_prompts(None, rows, base, None, 2)
@@ -125,6 +125,10 @@ def test_prompts_of_held_out_rows_are_decoded_each_once(base):
     # A row that starts with its answer gives its first half.
     row = TokenRow("f", (1,), tuple(range(20, 33)))
     assert evaluation_prompts(None, [row], base, None, 4) == [[1, *range(20, 26)]]
+    # A record that cannot be read is left out.
+    rows = [TokenRow("f:1", (10**6,), (1,)), TokenRow("f:2", tuple(range(10)), (20, 21))]
+    assert evaluation_prompts(None, rows, base, None, 4) == [list(range(10))]
+    assert "left out a sample: f:1: token id 1000000 is outside" in capsys.readouterr().err
 
 
 def test_a_prompts_file_takes_precedence_and_no_prompt_at_all_is_refused(base, tmp_path):
@@ -155,9 +159,3 @@ def test_a_run_says_on_how_few_held_out_prompts_it_is_measured(tmp_path, capsys,
     long.write_text(json.dumps({"prompt_ids": [1] * 10_000}))
     with pytest.raises(UserError, match=f"{long} has no prompt of 1 to"):
         load_inputs(TrainSettings(base=BASE, data=str(path), seq_len=32, eval_prompts=str(long)))
-
-
-def test_a_held_out_record_that_cannot_be_read_is_left_out(base, capsys):
-    rows = [TokenRow("f:1", (10**6,), (1,)), TokenRow("f:2", tuple(range(10)), (20, 21))]
-    assert evaluation_prompts(None, rows, base, None, 4) == [list(range(10))]
-    assert "left out a sample: f:1: token id 1000000 is outside" in capsys.readouterr().err
