@@ -139,7 +139,7 @@ def devices_flag(devices: int) -> dict[str, str]:
 
 
 def run_program(*command, status=0, env=None, cwd=REPOSITORY, **variables):
-    """Run a program with more variables; return its stdout and stderr.
+    """Run a program with additional environment variables; return the finished process.
 
     status: the exit status that it must have, None for any. env: in place of this process's.
     """
