@@ -102,13 +102,7 @@ STEPS, KILLS = 60, 10
 
 @pytest.mark.slow
 def test_ten_kills_leave_the_parameters_of_an_uninterrupted_run(tmp_path):
-    flags = {
-        "base": BASE,
-        "data": counting_rows(tmp_path),
-        "steps": STEPS,
-        "batch_size": 2,
-        "seq_len": 32,
-    }
+    flags = {"base": BASE, "data": counting_rows(tmp_path), "steps": STEPS, "batch_size": 2}
     flags |= {"num_positions": 2, "num_augmenting_layers": 1, "log_every": 1, "seq_len": 32}
     flags |= {"checkpoint_every": 3, "eval_every": 0, "gradient_accumulation_steps": 2}
 
