@@ -10,6 +10,7 @@ code in a fresh process by `run_python`:
 import gc
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import subprocess
@@ -38,6 +39,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The same filters as in setup.cfg.
 WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
+PYTHON = (sys.executable, *WARNINGS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -125,22 +127,41 @@ def run_python() -> Callable[..., str]:
     """A function that runs Python source in a fresh process and returns its stdout."""
 
     def run(source: str, *arguments: str, devices: int = 1) -> str:
-        flags = os.environ.get("XLA_FLAGS", "")
-        environment = os.environ | {
-            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip()
-        }
-        finished = subprocess.run(
-            [sys.executable, *WARNINGS, "-c", source, *arguments],
-            env=environment,
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stderr
-        return finished.stdout
+        return run_program(*PYTHON, "-c", source, *arguments, **devices_flag(devices)).stdout
 
     return run
+
+
+def devices_flag(devices: int) -> dict[str, str]:
+    """Return the variable that gives a process this many CPU devices."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip()}
+
+
+def run_program(*command, status=0, env=None, cwd=REPOSITORY, **variables):
+    """Run a program with additional environment variables; return the finished process.
+
+    status: the exit status that it must have, None for any. env: in place of this process's.
+    """
+    env = (os.environ if env is None else env) | variables
+    ran = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, check=False)
+    assert status in (None, ran.returncode), (ran.returncode, ran.stderr)
+    return ran
+
+
+def run_command(capsys, command, *argv):
+    """Run a command of the package in this process: (status, lines of stdout, stderr)."""
+    from clover_jax import cli
+
+    capsys.readouterr()
+    status = cli.run(command.main, command.define_flags, [*map(str, argv)])
+    printed = capsys.readouterr()
+    return status, printed.out.splitlines(), printed.err
+
+
+def rows_in(path: Path) -> list[dict]:
+    """Return the rows of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

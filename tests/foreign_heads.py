@@ -1,16 +1,19 @@
-"""Heads from memory to a folder in a layout of others, and back."""
+"""Heads in layouts of others: to a folder and back, and what their own code computed."""
 
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoints.base import BaseModel, fingerprint
 from clover_jax.checkpoints.card import Card
 from clover_jax.checkpoints.layouts import LAYOUTS
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.stored_head import StoredHead, load_draft, write_foreign
 from clover_jax.config import DrafterConfig
+from clover_jax.models.batch import Batch
 
 
 def write_layout(
@@ -33,3 +36,13 @@ def read_layout(name: str, folder: Path, base: BaseModel, *arguments, **options)
     draft = load_draft(folder, base, *arguments, **options)
     assert draft.provenance == {"layout": name}
     return draft.head.config, draft.params
+
+
+def read_reference(folder: Path, name: str):
+    """Return (base, draft, batch, arrays) of a fixture that a head's own code made."""
+    base, expected = load_base(str(folder / "base")), np.load(folder / "expected.npz")
+    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    loss_mask = jnp.asarray(expected["loss_mask"] > 0)
+    batch = Batch(tokens, jnp.ones_like(tokens), positions, loss_mask)
+    return base, load_draft(folder / name, base), batch, expected

@@ -5,10 +5,9 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, REPOSITORY
 
 LAUNCH = REPOSITORY / "launch" / "local_processes"
 
@@ -24,14 +23,9 @@ def start(count, command, *flags, changes=None):
     else:
         run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
         program = ["-c", f"{changes}\n{run}"]
-    return subprocess.Popen(
-        [LAUNCH, str(count), sys.executable, *WARNINGS, *program, *flags],
-        cwd=REPOSITORY,
-        env=os.environ | {"GRACE": "60"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [LAUNCH, str(count), *PYTHON, *program, *flags], subprocess.PIPE
+    how = {"cwd": REPOSITORY, "env": os.environ | {"GRACE": "60"}, "text": True}
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, **how)
 
 
 def lines_in(*files):

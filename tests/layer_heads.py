@@ -44,10 +44,9 @@ def _repeating(config, params, embedding):
     # Slots stay what they begin as, so that their gate is known; their own logits are flat.
     gate = jnp.outer(mask, jnp.ones(rank)) / jnp.linalg.norm(mask) / config.layer.hidden_size**0.5
     layer, table = params["layers_0"], config.draft_to_target
-    quiet = {
-        "attention": {**layer["attention"], "out": 1e-3 * layer["attention"]["out"]},
-        "mlp": {**layer["mlp"], "down": 1e-3 * layer["mlp"]["down"]},
-    }
+    attention, mlp = layer["attention"], layer["mlp"]
+    quiet = {"attention": {**attention, "out": 1e-3 * attention["out"]}}
+    quiet |= {"mlp": {**mlp, "down": 1e-3 * mlp["down"]}}
     codebook = jnp.eye(config.vocab_size, rank)
     return {
         **params,

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax import api, cli
+from clover_jax import api
 from clover_jax import generate as command
 from clover_jax.data.detokenization import decode_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock
+from tests.conftest import rows_in, run_command
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 
@@ -35,10 +36,8 @@ def test_the_example_of_the_docstring_runs(capsys, tmp_path, monkeypatch):
     assert program.count("api.") == 5
     monkeypatch.chdir(tmp_path)
     scope = {}
-    text = "for word in words: count[word] += 1  # and so on " * 20
-    (tmp_path / "some.jsonl").write_text(
-        "".join(json.dumps({"text": text}) + "\n" for _ in range(40))
-    )
+    row = json.dumps({"text": "for word in words: count[word] += 1  # and so on " * 20}) + "\n"
+    (tmp_path / "some.jsonl").write_text(row * 40)
     # The same call for seconds in place of minutes.
     program = program.replace("steps=1000", "steps=2, seq_len=32, batch_size=2")
     exec(program.replace("builtin:python", "some.jsonl"), scope)
@@ -62,13 +61,14 @@ def test_pieces_join_to_the_text_and_figures_add_up(models):
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
-def test_a_stop_string_cuts_the_figures_too(folder, models):
+def test_a_stop_string_ends_the_text_before_itself_and_cuts_the_figures_too(folder, models):
     drafting = api.load_draft(models, folder / "draft")
     (whole,) = api.generate_rows(models, ["def f("], max_new_tokens=30)
     settings = {"max_new_tokens": 30, "stop": whole["text"][4:6]}
     for chosen in (models, drafting):
         (row,) = api.generate_rows(chosen, ["def f("], **settings)
-        *_, last = api.generate(chosen, "def f(", **settings)
+        *_, last = pieces = list(api.generate(chosen, "def f(", **settings))
+        assert "".join(piece.text for piece in pieces) == whole["text"].split(settings["stop"])[0]
         assert row["finish_reason"] == last.finish_reason == "stop"
         assert last.tokens == len(row["output_ids"]) < 30
         assert (last.forwards, last.tau) == (row["target_forwards"], row["tau"])
@@ -94,8 +94,7 @@ def test_a_row_may_hold_what_numpy_jax_and_tuples_hold(models):
 
 def test_seeds_and_biases_may_be_what_a_user_of_jax_has(models):
     def ids(**given):
-        pieces = api.generate(models, [5, 7], max_new_tokens=4, temperature=1.0, **given)
-        return [id_ for piece in pieces for id_ in piece.ids]
+        return all_ids(api.generate(models, [5, 7], max_new_tokens=4, temperature=1.0, **given))
 
     wanted = ids(seed=3, logit_bias=((6, 50.0),))
     assert ids(seed=jnp.int32(3), logit_bias={6: 50.0}) == wanted
@@ -125,8 +124,7 @@ def test_what_is_loaded_may_be_named_by_a_path(folder, models):
 
 def test_a_caller_s_settings_of_jax_change_no_text(models):
     def ids():
-        pieces = api.generate(models, [5, 7], max_new_tokens=4, temperature=1.0)
-        return [id_ for piece in pieces for id_ in piece.ids]
+        return all_ids(api.generate(models, [5, 7], max_new_tokens=4, temperature=1.0))
 
     wanted = ids()
     with jax.enable_x64(True):
@@ -135,15 +133,12 @@ def test_a_caller_s_settings_of_jax_change_no_text(models):
         assert ids() == wanted
 
 
-def test_every_turn_comes_whole(models):
+def test_every_turn_comes_whole_and_draws_anew(models):
     turns = {"turns": ["a", "b"]}
     pieces = list(api.generate(models, turns, max_new_tokens=12))
     (row,) = api.generate_rows(models, [turns], max_new_tokens=12)
     assert all_ids(pieces) == [id_ for ids in row["output_ids"] for id_ in ids]
     assert "".join(piece.text for piece in pieces) == "".join(row["text"])
-
-
-def test_every_turn_draws_anew(models):
     # Contexts cut to one length: each turn draws at the positions of the one before.
     longest = models.base.config.max_position_embeddings
     row = {"turns": ["a" * 2 * longest, "b" * 2 * longest]}
@@ -174,35 +169,17 @@ def test_models_show_in_a_notebook_what_they_are_not_all_they_hold(models, folde
     assert "AddedToken" not in shown
 
 
-def test_a_stop_string_ends_the_text_before_itself(models):
-    whole = "".join(p.text for p in api.generate(models, "def f(", max_new_tokens=20))
-    stop = whole[4:6]
-    cut = list(api.generate(models, "def f(", max_new_tokens=20, stop=(stop,)))
-    assert "".join(piece.text for piece in cut) == whole[: whole.index(stop)]
-    assert cut[-1].finish_reason == "stop"
-
-
-def test_rows_are_those_of_the_command(models, folder, tmp_path):
+def test_rows_are_those_of_the_command(models, folder, tmp_path, capsys):
     rows = [{"prompt": "def f("}, {"turns": ["a", "b"], "max_new_tokens": 5}, {"prompt_ids": [7]}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    flags = {
-        "base": folder / "base",
-        "draft": folder / "draft",
-        "prompts": tmp_path / "prompts.jsonl",
-        "output": tmp_path / "rows.jsonl",
-        "max_new_tokens": 12,
-        "temperature": 0.7,
-        "batch_size": 2,
-        "seed": 3,
-    }
+    settings = {"max_new_tokens": 12, "temperature": 0.7, "batch_size": 2, "seed": 3}
+    flags = {"base": folder / "base", "draft": folder / "draft", **settings}
+    flags |= {"prompts": tmp_path / "prompts.jsonl", "output": tmp_path / "rows.jsonl"}
     argv = [f"--{name}={value}" for name, value in flags.items()]
-    assert cli.run(command.main, command.define_flags, argv) == 0
-    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert run_command(capsys, command, *argv)[0] == 0
+    written = rows_in(tmp_path / "rows.jsonl")
     drafting = api.load_draft(models, folder / "draft")
-    given = ["def f(", *rows[1:]]
-    found = api.generate_rows(
-        drafting, given, batch_size=2, seed=3, max_new_tokens=12, temperature=0.7
-    )
+    found = api.generate_rows(drafting, ["def f(", *rows[1:]], **settings)
     found = sorted(found, key=lambda row: row["index"])
     assert [row | {"seconds": 0} for row in found] == [row | {"seconds": 0} for row in written]
 
@@ -215,24 +192,19 @@ def test_the_same_call_again_compiles_nothing(models):
 
 
 def test_mistakes_are_user_errors(models):
-    with pytest.raises(UserError, match="prompt_ids must be a list of token ids, at least one"):
-        list(api.generate(models, []))
-    with pytest.raises(
-        UserError, match="prompt 0 must be text, token ids, messages or a row, not 5"
+    for prompt, settings, message in (
+        ([], {}, "prompt_ids must be a list of token ids, at least one"),
+        (5, {}, "prompt 0 must be text, token ids, messages or a row, not 5"),
+        (b"bytes", {}, "prompt 0 must be text, token ids"),
+        (np.array(3), {}, "prompt 0 must be text, token ids.*, not 3"),
+        ("a", {"max_tokens": 5}, "'max_tokens' is not a setting; the settings are .*max_n"),
+        ([5] * 5000, {"context_overflow": "skip"}, "the prompt has 5000 tokens"),
     ):
-        list(api.generate(models, 5))
-    with pytest.raises(UserError, match="prompt 0 must be text, token ids"):
-        list(api.generate(models, b"bytes"))
-    with pytest.raises(UserError, match="prompt 0 must be text, token ids.*, not 3"):
-        list(api.generate(models, np.array(3)))
-    with pytest.raises(UserError, match=r"batch_size must be a whole number, not 2\.5"):
-        list(api.generate_rows(models, ["a"], batch_size=2.5))
-    with pytest.raises(UserError, match="'max_tokens' is not a setting; the settings are .*max_n"):
-        list(api.generate(models, "a", max_tokens=5))
-    with pytest.raises(UserError, match="the prompt has 5000 tokens"):
-        list(api.generate(models, [5] * 5000, context_overflow="skip"))
-    with pytest.raises(UserError, match=r"batch_size \(0\) must be at least 1"):
-        list(api.generate_rows(models, ["a"], batch_size=0))
+        with pytest.raises(UserError, match=message):
+            list(api.generate(models, prompt, **settings))
+    for size, message in ((2.5, r"must be a whole number, not 2\.5"), (0, r"\(0\) must be at le")):
+        with pytest.raises(UserError, match=f"batch_size {message}"):
+            list(api.generate_rows(models, ["a"], batch_size=size))
     with pytest.raises(UserError, match="'step' is not a setting; the settings are base, "):
         api.train("nowhere", step=5)
     with pytest.raises(UserError, match="dtype 'int8' is not one of auto, float32, bfloat16"):
@@ -267,12 +239,8 @@ def test_a_prompt_that_fails_is_a_row_where_that_is_asked_for(models):
     prompts = ["a", 5, [5] * 5000, "b"]
     rows = list(api.generate_rows(models, prompts, max_new_tokens=2, strict=False))
     rows = {row["index"]: row for row in rows}
-    assert [set(rows[index]) == {"index", "error"} for index in range(4)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    failed = [index for index in range(4) if set(rows[index]) == {"index", "error"}]
+    assert failed == [1, 2]
     assert rows[1]["error"].startswith("prompt 1 must be text, token ids")
     assert rows[2]["error"].startswith("prompt 2: the prompt has 5000 tokens")
 
@@ -281,9 +249,8 @@ def test_the_library_measures_prepares_and_converts(folder, tmp_path):
     base = str(folder / "base")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "he"}\n')
     settings = {"base": base, "prompts": tmp_path / "prompts.jsonl", "max_new_tokens": 4}
-    figures = api.evaluate(
-        tmp_path / "out", {"a": folder / "draft"}, repeats=1, baselines="none", **settings
-    )
+    settings |= {"repeats": 1, "baselines": "none"}
+    figures = api.evaluate(tmp_path / "out", {"a": folder / "draft"}, **settings)
     assert (tmp_path / "out" / "report.md").is_file()
     assert figures["problems"] == []
     text = json.dumps({"text": "some text for everybody " * 20}) + "\n"
@@ -307,10 +274,7 @@ def test_a_wrong_setting_of_a_command_is_a_user_error(tmp_path):
             api.evaluate(tmp_path / "out", **settings)
 
 
-def test_the_names_of_its_signatures_are_there():
+def test_the_names_of_its_signatures_are_there_and_importing_the_package_loads_nothing(run_python):
     assert {"GenerationSettings", "TrainSettings", "Models"} <= set(api.__all__)
     assert all(hasattr(api, name) for name in api.__all__)
-
-
-def test_importing_the_package_loads_nothing(run_python):
     run_python("import clover_jax, sys; assert 'jax' not in sys.modules")

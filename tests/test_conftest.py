@@ -18,11 +18,8 @@ def test_a_warning_is_an_error():
         warnings.warn("old", DeprecationWarning, stacklevel=1)
 
 
-def test_a_fresh_process_has_the_devices_asked_for(run_python):
+def test_a_fresh_process_has_the_devices_asked_for_and_a_failure_shows_its_traceback(run_python):
     source = "import sys, jax; print(len(jax.devices()), *sys.argv[1:])"
     assert run_python(source, "a", devices=3) == "3 a\n"
-
-
-def test_a_failure_in_a_fresh_process_shows_its_traceback(run_python):
     with pytest.raises(AssertionError, match="ValueError: inside"):
         run_python("raise ValueError('inside')")

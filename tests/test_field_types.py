@@ -63,16 +63,11 @@ def test_a_caller_is_held_to_the_same(values, message):
         Settings(**values)
 
 
-def test_a_flag_that_two_dataclasses_share_is_defined_once():
+def test_help_lists_flags_by_group_and_one_that_two_dataclasses_share_once():
     flags = absl_flags.FlagValues()
     define_settings(flags, Settings)
     define_settings(flags, Settings)
     assert flags["rows"].default == 4
-
-
-def test_help_lists_flags_by_group():
-    flags = absl_flags.FlagValues()
-    define_settings(flags, Settings)
     shown = help_text("command", "What it does.", flags)
     assert shown.index("data:") < shown.index("--rate=X") < shown.index("flags:")
     assert shown.index("flags:") < shown.index("--rule=greedy|typical")

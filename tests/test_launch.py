@@ -1,6 +1,7 @@
 """The scripts in launch/, as far as they run without a cluster."""
 
 import configparser
+import contextlib
 import os
 import re
 import shlex
@@ -13,26 +14,19 @@ import yaml
 
 from clover_jax import serve, train
 from clover_jax.cli.command_flags import parse_flags
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, run_program
 
 FLAGS = ("--flagfile=experiments/clover2.flags", "--data=a file.jsonl", '--workdir=runs/"x"')
 
 
 def launch(script, *arguments, **variables):
     environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
-    return subprocess.run(
-        [REPOSITORY / "launch" / script, *arguments],
-        env=environment | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = REPOSITORY / "launch" / script
+    return run_program(script, *arguments, env=environment, **variables)
 
 
 def dry_run(script, *arguments, **variables):
-    finished = launch(script, *arguments, DRY_RUN="1", **variables)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
+    return launch(script, *arguments, DRY_RUN="1", **variables).stdout
 
 
 def executable(path, text):
@@ -45,13 +39,7 @@ def test_the_example_of_a_script_names_base_data_and_workdir(script):
     """Run as it is printed; the recipe's own base is gated, and its data lie nowhere yet."""
     comments = (REPOSITORY / "launch" / script).read_text().replace("\\\n#", "").splitlines()
     (example,) = [line[1:] for line in comments if line[:1] == "#" and " --flagfile=" in line]
-    printed = subprocess.run(
-        ["bash", "-c", f"export DRY_RUN=1; {example}"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    printed = run_program("bash", "-c", f"export DRY_RUN=1; {example}").stdout
     assert "--base=/" in printed
     assert "--data=/" in printed
     assert "/runs/l8b" in printed
@@ -61,8 +49,7 @@ def test_the_example_of_a_script_names_base_data_and_workdir(script):
 
 @pytest.mark.parametrize("script", ["slurm", "gke_jobset", "tpu_vm", "serve_gke"])
 def test_a_script_without_arguments_says_what_it_needs(script):
-    finished = launch(script)
-    assert finished.returncode == 2
+    finished = launch(script, status=2)
     assert finished.stderr.startswith(f"launch/{script}: ")
     assert not finished.stdout
 
@@ -81,13 +68,17 @@ def test_the_slurm_job_runs_train_and_requeues_itself_until_it_is_finished(tmp_p
     assert "#SBATCH --signal=TERM@" in script
     job = script.replace(f"cd '{REPOSITORY}'", f"cd '{tmp_path}'")
     assert job != script
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    subprocess.run(["bash", "-c", job], env=environment, check=True, capture_output=True)
+    run_program("bash", "-c", job, env=path_with(tmp_path), SLURM_JOB_ID="7")
     assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "clover_jax.train", *FLAGS]
     variables = (tmp_path / "environment").read_text().splitlines()
     assert "JAX_COORDINATOR_ADDRESS=auto" in variables
     assert "JAX_LOCAL_DEVICE_IDS=0,1,2,3" in variables  # else a process has one GPU of four
     assert (tmp_path / "requeued").exists() != finished
+
+
+def path_with(folder):
+    """Return an environment of nothing but PATH, with a folder before its others."""
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
 
 
 def container(**variables):
@@ -98,15 +89,11 @@ def container(**variables):
     return job, job["template"]["spec"]["containers"][0]
 
 
-def test_a_pod_may_have_a_hub_token_from_a_secret():
-    _, pod = container(HF_SECRET="my-token")
+def test_the_jobset_has_a_pod_for_every_host_and_a_hub_token_from_a_secret():
+    job, pod = container(HOSTS="2", TOPOLOGY="2x4", HF_SECRET="my-token")
     variables = {one.pop("name"): one for one in pod["env"]}
     secret = {"name": "my-token", "key": "token", "optional": True}
     assert variables["HF_TOKEN"] == {"valueFrom": {"secretKeyRef": secret}}
-
-
-def test_the_jobset_has_a_pod_for_every_host():
-    job, pod = container(HOSTS="2", TOPOLOGY="2x4")
     assert job["parallelism"] == job["completions"] == 2
     assert job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x4"
     assert pod["args"][1:] == ["/data/runs/clover", "--workdir=/data/runs/clover", *FLAGS]
@@ -118,8 +105,7 @@ def test_a_pod_succeeds_only_when_all_steps_are_done(tmp_path, finished):
     _, pod = container(WORKDIR=str(tmp_path))
     result = f"touch {tmp_path}/result.json" if finished else "true"
     executable(tmp_path / "python", f"printf '%s\\n' \"$@\" >{tmp_path}/arguments; {result}")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = subprocess.run([*pod["command"], *pod["args"]], env=environment, check=False)
+    ended = run_program(*pod["command"], *pod["args"], env=path_with(tmp_path), status=None)
     assert (ended.returncode == 0) == finished
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments == ["-m", "clover_jax.train", f"--workdir={tmp_path}", *FLAGS]
@@ -130,30 +116,37 @@ def test_a_pod_of_another_command_ends_as_that_does(tmp_path, status):
     _, pod = container(COMMAND="generate")
     kept = f"printf '%s\\n' \"$@\" >{tmp_path}/arguments"
     executable(tmp_path / "python", f"{kept}; exit {status}")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = subprocess.run([*pod["command"], *pod["args"]], env=environment, check=False)
-    assert ended.returncode == status
+    run_program(*pod["command"], *pod["args"], env=path_with(tmp_path), status=status)
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments == ["-m", "clover_jax.generate", *FLAGS]
 
 
 def test_a_pod_hands_sigterm_on_and_waits_for_the_checkpoint(tmp_path):
     _, pod = container(WORKDIR=str(tmp_path))
-    train = (
-        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
-        f"pathlib.Path('{tmp_path}/started').write_text('')\n"
-        f"stop.wait(); pathlib.Path('{tmp_path}/saved').touch()"
-    )
-    (tmp_path / "train.py").write_text(train)
-    os.mkfifo(tmp_path / "started")
-    executable(tmp_path / "python", f"exec {sys.executable} {tmp_path}/train.py")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with subprocess.Popen([*pod["command"], *pod["args"]], env=environment) as process:
-        (tmp_path / "started").read_text()  # a pipe: waits until the child listens
+    with started(pod, tmp_path) as (process, _):
         process.terminate()
         assert process.wait(60) != 0
-    assert (tmp_path / "saved").exists()
+    assert (tmp_path / "ended").exists()
+
+
+@contextlib.contextmanager
+def started(pod, folder):
+    """Run a pod's command with a program that waits for SIGTERM as `python`: (process, arguments).
+
+    The program leaves a file `ended` when it has been told.
+    """
+    (folder / "program.py").write_text(
+        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
+        f"pathlib.Path('{folder}/started').write_text('\\n'.join(sys.argv[1:]))\n"
+        f"stop.wait(); pathlib.Path('{folder}/ended').touch()"
+    )
+    os.mkfifo(folder / "started")
+    executable(folder / "python", f'exec {sys.executable} {folder}/program.py "$@"')
+    command = [*pod["command"], *pod["args"]]
+    with subprocess.Popen(command, env=path_with(folder)) as process:
+        # A pipe: waits until the child listens.
+        yield process, (folder / "started").read_text().splitlines()
 
 
 def test_the_tpu_vm_steps_print_gcloud_commands():
@@ -163,16 +156,11 @@ def test_the_tpu_vm_steps_print_gcloud_commands():
     train = dry_run("tpu_vm", "train", *FLAGS)
     assert "--worker=all" in train
     # What reaches the hosts, unquoted once as their shells will do it.
-    (command,) = [
-        word
-        for word in subprocess.run(
-            ["bash", "-c", f"printf '%s\\0' {train}"], capture_output=True, text=True, check=True
-        ).stdout.split("\0")
-        if word.startswith("--command=")
-    ]
+    words = run_program("bash", "-c", f"printf '%s\\0' {train}").stdout.split("\0")
+    (command,) = [word for word in words if word.startswith("--command=")]
     shell = command.removeprefix("--command=").replace(".venv/bin/python", "printf '%s\\n'")
     shell = shell.replace("cd clover && JAX_COORDINATOR_ADDRESS=auto ", "")
-    said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
+    said = run_program("bash", "-c", shell).stdout
     assert said.splitlines() == ["-m", "clover_jax.train", *FLAGS]
 
 
@@ -199,21 +187,10 @@ def test_a_replica_is_asked_only_when_it_answers_and_may_end_what_it_began():
 
 def test_a_served_pod_has_flags_that_parse_a_key_and_hands_sigterm_on(tmp_path):
     (server,) = deployment(REQUEST_SECONDS="60")[0]["template"]["spec"]["containers"]
-    run = (
-        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
-        f"pathlib.Path('{tmp_path}/started').write_text('\\n'.join(sys.argv[1:]))\n"
-        f"stop.wait(); pathlib.Path('{tmp_path}/drained').touch()"
-    )
-    (tmp_path / "serve.py").write_text(run)
-    os.mkfifo(tmp_path / "started")
-    executable(tmp_path / "python", f'exec {sys.executable} {tmp_path}/serve.py "$@"')
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    with subprocess.Popen([*server["command"], *server["args"]], env=environment) as pod:
-        arguments = (tmp_path / "started").read_text().splitlines()
-        pod.terminate()
-        pod.wait(30)
-    assert (tmp_path / "drained").exists()
+    with started(server, tmp_path) as (process, arguments):
+        process.terminate()
+        process.wait(30)
+    assert (tmp_path / "ended").exists()
 
     assert arguments[:2] == ["-m", "clover_jax.serve"]
     flags = parse_flags(serve.define_flags, arguments[2:])
@@ -233,14 +210,9 @@ def bare_machine(tmp_path):
     return tmp_path
 
 
-def accelerator(machine, *arguments, path="/usr/bin:/bin"):
-    return subprocess.run(
-        ["bash", machine / "launch" / "accelerator", *arguments],
-        env={"PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def accelerator(machine, *arguments, path="/usr/bin:/bin", status=0):
+    script = machine / "launch" / "accelerator"
+    return run_program("bash", script, *arguments, env={"PATH": path}, status=status)
 
 
 def test_the_accelerator_script_measures_for_what_the_installation_left_of_its_time(bare_machine):
@@ -259,9 +231,7 @@ def test_the_accelerator_script_measures_for_what_the_installation_left_of_its_t
 def test_the_accelerator_script_says_what_is_wrong(bare_machine):
     mistakes = {"--minutes=ten": "--minutes=ten must be", "--fast": "unknown argument --fast"}
     for argument, reason in mistakes.items():
-        finished = accelerator(bare_machine, argument)
-        assert finished.returncode == 2
-        assert reason in finished.stderr
+        assert reason in accelerator(bare_machine, argument, status=2).stderr
 
 
 def test_the_image_is_made_of_files_and_extras_that_there_are():

@@ -5,51 +5,28 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, WARNINGS
-
-BASE = REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"
-LAUNCH = REPOSITORY / "launch" / "local_processes"
+from tests.conftest import PYTHON, devices_flag, run_program
+from tests.killed_processes import LAUNCH
+from tests.training.conftest import BASE, counting_rows, losses_of
 
 
 @pytest.fixture
 def train(tmp_path):
     """A function that gives the command of a small run in a workdir."""
-    data = tmp_path / "rows.jsonl"
-    rows = [{"prompt_ids": [i, i + 1], "output_ids": list(range(i + 2, i + 20))} for i in range(30)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = {"batch_size": 4, "seq_len": 32, "warmup_steps": 2, "log_every": 1}
-    small |= {"num_positions": 2, "num_augmenting_layers": 1, "base": BASE, "data": data}
+    small |= {"num_positions": 2, "num_augmenting_layers": 1}
+    small |= {"base": BASE, "data": counting_rows(tmp_path)}
 
     def command(workdir, **changes):
         flags = small | {"workdir": tmp_path / workdir} | changes
         flags = [f"--{name}={value}" for name, value in flags.items()]
-        return [sys.executable, *WARNINGS, "-m", "clover_jax.train", *flags]
+        return [*PYTHON, "-m", "clover_jax.train", *flags]
 
     return command
-
-
-def losses(workdir: Path):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
-
-
-def environment(devices):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-
-
-def run(command, devices=1):
-    finished = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(devices), capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout
 
 
 @pytest.fixture
@@ -60,7 +37,7 @@ def prepared(tmp_path):
         flags = {"base": BASE, "data": tmp_path / "rows.jsonl", "output": tmp_path / "prepared"}
         flags |= {"seq_len": 32, "features": "clover2", "feature_dtype": "float32"}
         flags = [f"--{name}={value}" for name, value in flags.items()]
-        run([sys.executable, *WARNINGS, "-m", "clover_jax.prepare", *flags])
+        run_program(*PYTHON, "-m", "clover_jax.prepare", *flags, **devices_flag(1))
         return {"data": tmp_path / "prepared", "teacher": "cached"}
 
     return prepare
@@ -69,13 +46,15 @@ def prepared(tmp_path):
 @pytest.mark.parametrize("teacher", ["online", pytest.param("cached", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one_does_with_their_devices(train, prepared, tmp_path, teacher):
     changes = prepared() if teacher == "cached" else {}
-    said = run([LAUNCH, "2", *train("two", steps=3, **changes)])
-    alone = run(train("one", steps=3, mesh="data=2", **changes), devices=2)
+    two = train("two", steps=3, **changes)
+    said = run_program(LAUNCH, "2", *two, **devices_flag(1)).stdout
+    one = train("one", steps=3, mesh="data=2", **changes)
+    alone = run_program(*one, **devices_flag(2)).stdout
     assert json.loads(said.splitlines()[-1])["finished"]
     # One of the two processes speaks. (Gloo's own lines, on the same stdout, may come in pieces.)
     for words in ("trained 3 steps", '"finished": true'):
         assert said.count(words) == alone.count(words) == 1
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert losses_of(tmp_path / "two") == pytest.approx(losses_of(tmp_path / "one"), rel=1e-6)
     assert (tmp_path / "two" / "draft" / "draft.json").exists()
 
 
@@ -104,7 +83,7 @@ with joined_processes():
 
 @pytest.mark.slow
 def test_two_processes_decode_as_one_does(run_python):
-    said = run([LAUNCH, "2", sys.executable, *WARNINGS, "-c", DECODED])
+    said = run_program(LAUNCH, "2", *PYTHON, "-c", DECODED, **devices_flag(1)).stdout
     alone = run_python(DECODED.replace("lambda: False", "lambda: True"), devices=2)
     # Gloo's own lines are on the same stdout.
     assert json.loads(re.search(r"\[\[.*\]\]", said)[0]) == json.loads(alone)
@@ -118,13 +97,10 @@ def wait_for(condition, process):
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_others_and_a_restart_goes_on(train, tmp_path):
-    flags = {"steps": 400, "checkpoint_every": 2}
-    command = [LAUNCH, "2", *train("w", **flags)]
-    pipe = subprocess.PIPE
+    flags, pipe = {"steps": 400, "checkpoint_every": 2}, subprocess.PIPE
     patient = {**os.environ, "GRACE": "300"}  # a busy machine takes its time to notice
-    run = subprocess.Popen(
-        command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True, env=patient
-    )
+    command = [LAUNCH, "2", *train("w", **flags)]
+    run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=patient)
     second = int(re.search(r"process ids \d+ (\d+)", run.stderr.readline())[1])
     wait_for((tmp_path / "w" / "checkpoints" / "4").exists, run)
     os.kill(second, signal.SIGKILL)
@@ -132,33 +108,21 @@ def test_a_killed_process_ends_the_others_and_a_restart_goes_on(train, tmp_path)
     assert run.returncode == 128 + signal.SIGKILL
     assert "local_processes: process 1 was killed by signal 9; the others end too." in said
     assert "process 0: another process of this run has ended" in said
-    reached = len(losses(tmp_path / "w"))
+    reached = len(losses_of(tmp_path / "w"))
     last = reached + 4
-    again = subprocess.run(
-        [LAUNCH, "2", *train("w", **flags | {"steps": last})],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert again.returncode == 0, again.stderr
+    again = run_program(LAUNCH, "2", *train("w", **flags | {"steps": last}))
     assert "from step" in again.stderr
-    assert len(losses(tmp_path / "w")) == last
+    assert len(losses_of(tmp_path / "w")) == last
 
 
 @pytest.mark.parametrize("arguments", [[], ["2"], ["zero", "true"], ["0", "true"]])
 def test_the_launcher_says_how_it_is_used(arguments):
-    finished = subprocess.run([LAUNCH, *arguments], capture_output=True, text=True)
-    assert finished.returncode == 2
-    assert finished.stderr.startswith("usage: ")
+    assert run_program(LAUNCH, *arguments, status=2).stderr.startswith("usage: ")
 
 
 def test_the_launcher_ends_all_when_one_fails():
     script = '[ "$JAX_PROCESS_ID" = 1 ] && exit 7; exec sleep 600'
-    command = [LAUNCH, "3", "bash", "-c", script]
-    finished = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"GRACE": "0"}
-    )
-    assert finished.returncode == 7
+    finished = run_program(LAUNCH, "3", "bash", "-c", script, status=7, GRACE="0")
     assert "process 1 ended with status 7; the others end too." in finished.stderr
 
 
@@ -166,17 +130,14 @@ def test_the_launcher_names_the_process_that_was_killed_and_not_one_that_lost_it
     # Process 0 reads until process 1 is gone, and ends as one that has lost another.
     os.mkfifo(tmp_path / "pipe")
     script = '[ "$JAX_PROCESS_ID" = 1 ] && exec 3> pipe && kill -9 $$; cat pipe; exit 3'
-    finished = subprocess.run(
-        [LAUNCH, "2", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert finished.returncode == 128 + signal.SIGKILL
+    killed = 128 + signal.SIGKILL
+    finished = run_program(LAUNCH, "2", "bash", "-c", script, cwd=tmp_path, status=killed)
     assert "process 1 was killed by signal 9; the others end too." in finished.stderr
 
 
 def test_the_launcher_waits_for_processes_that_it_was_told_to_stop():
     script = 'trap "echo saved; exit 0" TERM; echo up; while true; do sleep 0.05; done'
-    command = [LAUNCH, "2", "bash", "-c", script]
-    pipe = subprocess.PIPE
+    command, pipe = [LAUNCH, "2", "bash", "-c", script], subprocess.PIPE
     run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
     assert [run.stdout.readline(), run.stdout.readline()] == ["up\n", "up\n"]
     run.terminate()
@@ -190,9 +151,9 @@ def test_a_launcher_that_is_told_to_end_while_it_starts_tells_all():
         "[ $JAX_PROCESS_ID = 0 ] && kill -TERM $PPID; "
         "for second in $(seq 60); do sleep 1; done; echo never told"
     )
-    command, environment = [LAUNCH, "40", "bash", "-c", script], os.environ | {"GRACE": "90"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (128 + signal.SIGTERM, ""), run.stderr
+    terminated = 128 + signal.SIGTERM
+    run = run_program(LAUNCH, "40", "bash", "-c", script, status=terminated, GRACE="90")
+    assert run.stdout == "", run.stderr
 
 
 def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
@@ -202,13 +163,8 @@ def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
         "with joined_processes():\n"
         "    raise UserError('the hub cannot be reached (Connection reset by peer)')\n"
     )
-    finished = subprocess.run(
-        [LAUNCH, "1", sys.executable, *WARNINGS, "-c", source],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 1, finished.stderr  # by its traceback: no command reports it here
+    # Status 1 is that of a traceback: no command reports it here.
+    finished = run_program(LAUNCH, "1", *PYTHON, "-c", source, status=1)
     assert "UserError: the hub cannot be reached (Connection reset by peer)" in finished.stderr
     assert "another process of this run has ended" not in finished.stderr
 
@@ -225,22 +181,10 @@ def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
     ids=["incomplete", "no cluster"],
 )
 def test_an_environment_that_names_no_processes_is_a_clear_error(train, variables, message):
-    finished = subprocess.run(
-        train("w"), cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True
-    )
-    assert finished.returncode == 2
-    assert message in finished.stderr
+    assert message in run_program(*train("w"), status=2, **variables).stderr
 
 
 def test_a_process_that_is_killed_before_the_last_has_started_ends_the_others():
     command = "[ $JAX_PROCESS_ID = 0 ] && kill -9 $$; exec sleep 60"
-    run = subprocess.run(
-        [str(LAUNCH), "20", "sh", "-c", command],
-        env=os.environ | {"GRACE": "0"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        timeout=50,
-        check=False,
-    )
-    assert b"process 0 was killed by signal 9; the others end too." in run.stderr
-    assert run.returncode == 128 + 9
+    run = run_program(LAUNCH, "20", "sh", "-c", command, status=128 + 9, GRACE="0")
+    assert "process 0 was killed by signal 9; the others end too." in run.stderr

@@ -17,11 +17,7 @@ from tests.tiny_tokenizers import save_byte_level
 # One id for each token of the byte-level tokenizer, a short context, and no end of a sequence: a
 # random model could emit one at any time.
 SPEAKING = dataclasses.replace(
-    TINY,
-    vocab_size=261,
-    num_layers=2,
-    max_position_embeddings=128,
-    bos_token_id=0,
+    TINY, vocab_size=261, num_layers=2, max_position_embeddings=128, bos_token_id=0
 )
 
 

@@ -16,30 +16,22 @@ from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.shapes import SHAPES
 from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.tree_config import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.models.decoder import Decoder, causal_mask
 
-TINY = BaseConfig(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    max_position_embeddings=1024,
-)
+WIDTHS = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+HEADS = {"num_heads": 4, "num_kv_heads": 2}
+TINY = BaseConfig(**WIDTHS, **HEADS, num_layers=3, max_position_embeddings=1024)
 
+ONE_LAYER = {"num_augmenting_layers": 1}
 # What holds for every drafter is tested on these: name -> (kind, options of its make_config).
 DRAFTERS = {
     "clover2": ("clover2", {}),
-    "clover2-ablated": (
-        "clover2",
-        {"order": "block_first", "output_projector": False, "num_augmenting_layers": 1},
-    ),
+    "clover2-ablated": ("clover2", {"order": "block_first", "output_projector": False} | ONE_LAYER),
     "clover": ("clover", {}),
     "clover-mlp": ("clover", {"regressive_block": "mlp"}),
     "clover-bare": ("clover", {"regressive_block": "none", "num_augmenting_layers": 0}),
@@ -85,11 +77,8 @@ def lively_params(config: BaseConfig = TINY, name: str = "clover2", seed: int = 
     """Return a head's params with noise, so that nothing is at the zero that it starts from."""
     leaves, structure = jax.tree.flatten(random_head(config, name)[1])
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    noisy = [
-        leaf + 0.1 * jax.random.normal(key, leaf.shape)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, noisy)
+    noise = (0.1 * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True))
+    return jax.tree.unflatten(structure, map(jnp.add, leaves, noise))
 
 
 # One program each: op by op, every shape of every param would be compiled by itself.
@@ -113,6 +102,22 @@ def decode_all(engine, base_params, draft_params, prompts, max_new_tokens, eos_i
     requests = [Request(i, p, max_new_tokens, eos_ids) for i, p in enumerate(prompts)]
     rows = [p.row for p in engine.stream(base_params, draft_params, requests) if p.done]
     return sorted(rows, key=lambda row: row.index)
+
+
+def decoded(drafter, tree, prompts, max_new_tokens, config=TINY, base=None, **options):
+    """Decode prompts with a head and its params, or plainly with None; return the generations.
+
+    tree: a tree or its name. base: params, by default the random base's. options: the engine's.
+    """
+    head, params = drafter or (None, None)
+    tree = parse_tree(tree if drafter else "none") if isinstance(tree, str) else tree
+    base = random_base(config) if base is None else base
+    engine = Engine(config, head, tree, **({"batch_size": 8} | options))
+    return decode_all(engine, base, params, prompts, max_new_tokens)
+
+
+def texts_of(rows):
+    return [row.output_ids for row in rows]
 
 
 def random_prompts(count: int, seed: int = 0, vocab_size: int = TINY.vocab_size):

@@ -16,9 +16,8 @@ SIZES = [(4, 1), (4, 2), (5, 2), (5, 3), (6, 3)]
 @pytest.fixture
 def recorded(fixtures_dir):
     """Return a function from a size to the folder of what the release decoded in it."""
-    return lambda size: (
-        fixtures_dir / "clover2_release_sizes" / "positions{}_layers{}".format(*size)
-    )
+    folder = fixtures_dir / "clover2_release_sizes"
+    return lambda size: folder / "positions{}_layers{}".format(*size)
 
 
 @pytest.fixture
@@ -27,15 +26,15 @@ def load(tmp_path):
 
     def load(folder, dtype="float32", **options):
         tree = tmp_path / "tree.json"
-        tree.write_text(json.dumps(json.loads((folder / "decoded.json").read_text())["tree"]))
+        tree.write_text(json.dumps(recording(folder)["tree"]))
         plain = api.load_base(str(folder / "base"), dtype=dtype)
         return api.load_draft(plain, folder / "clover2", tree=f"file:{tree}", **options)
 
     return load
 
 
-def rows_of(folder):
-    return json.loads((folder / "decoded.json").read_text())["rows"]
+def recording(folder):
+    return json.loads((folder / "decoded.json").read_text())
 
 
 def decode(models, rows, batch_size):
@@ -61,7 +60,7 @@ USUAL = [(SIZES[0], True), (SIZES[-1], False)]
     [pytest.param(*case, marks=() if case in USUAL else pytest.mark.slow) for case in CASES],
 )
 def test_texts_and_accepted_lengths_are_the_release_s(recorded, load, size, alone):
-    rows, models = rows_of(recorded(size)), load(recorded(size))
+    rows, models = recording(recorded(size))["rows"], load(recorded(size))
     config = models.draft.head.config
     assert (config.num_positions, config.num_augmenting_layers) == size
     lengths = {length for row in rows for length in row["accepted"]}
@@ -83,7 +82,7 @@ def test_accepted_lengths_tell_the_rotary_base_of_the_head(recorded, load):
     folder = recorded((4, 1))
     theta = json.loads((folder / "clover2" / "config.json").read_text())["rope_theta"]
     assert theta == 5e5  # which the release does not look at
-    rows = rows_of(folder)
+    rows = recording(folder)["rows"]
     found = decode(load(folder, draft_rope_theta=theta), rows, batch_size=len(rows))
     assert [row["output_ids"] for row in found] == [row["output_ids"] for row in rows]
     assert accepted(found) != accepted(rows)
@@ -100,13 +99,13 @@ def test_accepted_lengths_tell_the_rotary_base_of_the_head(recorded, load):
 def test_accepted_lengths_tell_what_a_config_says(recorded, load, tmp_path, size, part, change):
     folder = copy_of(recorded(size), tmp_path / "copy")
     edit_json(folder / part / "config.json", **change)
-    rows = rows_of(folder)
+    rows = recording(folder)["rows"]
     assert accepted(decode(load(folder), rows, batch_size=len(rows))) != accepted(rows)
 
 
 def test_accepted_lengths_tell_the_order_of_the_layers(recorded, load):
     folder = recorded((6, 3))
-    rows, models = rows_of(folder), load(folder)
+    rows, models = recording(folder)["rows"], load(folder)
     params = dict(models.draft.params)
     params["augmenting_0"], params["augmenting_2"] = params["augmenting_2"], params["augmenting_0"]
     swapped = dataclasses.replace(models, draft=dataclasses.replace(models.draft, params=params))

@@ -1,4 +1,4 @@
-"""Draft directories come back exactly; what is wrong with one is named."""
+"""Draft directories come back exactly; what is wrong is named; fingerprints of their bases."""
 
 import dataclasses
 import json
@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.checkpoints.base import fingerprint
+from clover_jax.checkpoints.base import BaseFingerprint, checksum, differences, fingerprint
 from clover_jax.checkpoints.card import save_params
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
@@ -22,6 +23,8 @@ from tests.tiny_checkpoints import (
 )
 from tests.tiny_folders import save_draft
 from tests.tiny_models import TINY
+from tests.tiny_models import random_base as random_params
+from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 PROVENANCE = {"flags": {"steps": 3}, "tau": 2.5}
 
@@ -99,22 +102,12 @@ def test_another_base_is_refused_unless_allowed(written, base, tmp_path):
     assert load_draft(written, other, allow_base_mismatch=True).tree == "paper25"
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"vocab_size": 50}, "the head's vocab_size is 96, but the base random has 50; give"),
-        (
-            {"hidden_size": 16, "head_dim": 4},
-            "the head's hidden_size is 32, but the base random has 16; give",
-        ),
-    ],
-)
-def test_another_width_is_refused_even_if_a_mismatch_is_allowed(
-    written, tmp_path, changes, message
-):
-    other = random_base(tmp_path, dataclasses.replace(TINY, **changes))
-    with pytest.raises(UserError, match=message):
-        load_draft(written, other, allow_base_mismatch=True)
+def test_another_width_is_refused_even_if_a_mismatch_is_allowed(written, tmp_path):
+    for name, ours, theirs in (("vocab_size", 96, 50), ("hidden_size", 32, 16)):
+        config = dataclasses.replace(TINY, **{name: theirs}, head_dim=4)
+        message = f"the head's {name} is {ours}, but the base random has {theirs}; give"
+        with pytest.raises(UserError, match=message):
+            load_draft(written, random_base(tmp_path, config), allow_base_mismatch=True)
 
 
 def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base):
@@ -126,12 +119,9 @@ def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base
         load_draft(tmp_path / "head", other, allow_base_mismatch=True)
 
 
-def test_a_rotary_base_is_for_third_party_layouts(written, base):
+def test_a_rotary_base_is_for_third_party_layouts_and_a_draft_has_a_card(written, tmp_path, base):
     with pytest.raises(UserError, match=r"stores its own rotary base; a rope theta \(500000\)"):
         load_draft(written, base, rope_theta=5e5)
-
-
-def test_a_folder_that_is_not_a_draft(tmp_path, base):
     with pytest.raises(UserError, match=r"is not a draft: it has neither draft\.json"):
         load_draft(tmp_path, base)
 
@@ -142,10 +132,7 @@ def test_a_folder_that_is_not_a_draft(tmp_path, base):
         ({"format_version": ...}, "has format_version None; this program reads 1"),
         ({"tree": 5}, "tree must be a text or null, not 5"),
         ({"provenance": {"flags": ["a"]}}, r"flags of provenance must be an object.*, not \['a'\]"),
-        (
-            {"provenance": {"flags": {"chat_template": [1]}}},
-            "chat_template of provenance's flags mu",
-        ),
+        ({"provenance": {"flags": {"chat_template": [1]}}}, "chat_template of provenance's fl"),
         ({"base": "tiny"}, "has no 'base' object"),
         ({"drafter": {"kind": "clover2"}}, "missing 2 required keyword-only arguments: 'layer'"),
         ({"base": {"color": 1}}, "BaseFingerprint has no field 'color'; its fields are"),
@@ -158,18 +145,16 @@ def test_a_spoiled_card_is_named(folder, base, changes, message):
 
 
 @pytest.mark.parametrize(
-    "name, value, message",
+    "change, message",
     [
-        ("layer", None, r"draft\.json: 'NoneType' object has no attribute"),
-        ("layer", [], r"draft\.json: 'list' object has no attribute"),
-        ("features", None, r"json: no head can be built from its drafter \(.*\); was it edited"),
-        ("num_positions", 1.5, r"draft\.json: no head can be built from its drafter \(Shapes must"),
+        ({"layer": None}, r"draft\.json: 'NoneType' object has no attribute"),
+        ({"layer": []}, r"draft\.json: 'list' object has no attribute"),
+        ({"features": None}, r"json: no head can be built from its drafter \(.*\); was it edited"),
+        ({"num_positions": 1.5}, r"draft\.json: no head can be built from its .* \(Shapes must"),
     ],
 )
-def test_a_config_of_the_wrong_types_is_named(folder, base, config, name, value, message):
-    edit_json(folder / "draft.json", drafter=config.to_dict() | {name: value})
-    with pytest.raises(UserError, match=message):
-        load_draft(folder, base)
+def test_a_config_of_the_wrong_types_is_named(folder, base, config, change, message):
+    test_a_spoiled_card_is_named(folder, base, {"drafter": config.to_dict() | change}, message)
 
 
 def test_every_lost_or_altered_file_of_the_params_is_named(written, tmp_path, base):
@@ -192,10 +177,7 @@ def test_every_lost_or_altered_file_of_the_params_is_named(written, tmp_path, ba
     ("edit", "message"),
     [
         (lambda p: p.pop("projector_0"), "params lacks tensor projector_0, which its draft.json"),
-        (
-            lambda p: p.update(more={"scale": jnp.ones(3)}),
-            "params has tensor more/scale, which its draft.json does",
-        ),
+        (lambda p: p.update(more={"scale": jnp.ones(3)}), "params has tensor more/scale, which it"),
         (
             lambda p: p.update(projector_0_bias=jnp.ones(31)),
             r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)",
@@ -213,3 +195,57 @@ def test_wrong_tensors_are_named(folder, base, params, edit, message):
     edit_json(folder / "draft.json", files=save_params(folder / "params", changed))
     with pytest.raises(UserError, match=message):
         load_draft(folder, base)
+
+
+def test_the_loaded_dtype_does_not_matter(fixtures_dir):
+    source = str(fixtures_dir / "clover2_reference" / "base")
+    narrow, wide = (fingerprint(load_base(source, dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    assert narrow == wide
+    assert (wide.vocab_size, wide.tokenizer, wide.chat_template) == (96, None, None)
+
+
+def test_other_weights_and_shapes_differ(tmp_path):
+    one, other = (fingerprint(random_base(tmp_path, seed=seed)) for seed in (0, 1))
+    assert differences(one, one) == {}
+    assert BaseFingerprint.from_dict(one.to_dict()) == one
+    assert differences(one, other) == {"lm_head": (one.lm_head, other.lm_head)}
+    deeper = random_base(tmp_path, dataclasses.replace(TINY, num_layers=4))
+    assert differences(one, fingerprint(deeper))["num_layers"] == (3, 4)
+
+
+def test_tied_embeddings_are_their_own_output_matrix(tmp_path):
+    base = random_base(tmp_path, dataclasses.replace(TINY, tie_word_embeddings=True))
+    untied = dataclasses.replace(base, params=base.params | {"lm_head": base.params["embedding"]})
+    assert fingerprint(base) == fingerprint(untied)
+
+
+def test_the_tokenizer_and_its_template_count_where_both_sides_have_them(tmp_path):
+    base = random_base(tmp_path)
+    bare = fingerprint(base)
+    save_byte_level(tmp_path)
+    plain = fingerprint(base)
+    save_byte_level(tmp_path, CHAT_TEMPLATE)
+    chatty = fingerprint(base)
+    assert plain.tokenizer == chatty.tokenizer is not None
+    assert plain.chat_template is None
+    assert chatty.chat_template is not None
+    assert differences(plain, chatty) == {}
+    assert differences(bare, plain) == {}, "a folder without a tokenizer may be the same base"
+    save_byte_level(tmp_path, CHAT_TEMPLATE + " ")
+    edited = fingerprint(base)
+    hashes = (chatty.chat_template, edited.chat_template)
+    assert differences(chatty, edited) == {"chat_template": hashes}
+    other = dataclasses.replace(plain, tokenizer="other")
+    assert differences(plain, other) == {"tokenizer": (plain.tokenizer, "other")}
+
+
+def test_a_checksum_tells_any_change_and_any_exchange():
+    params = random_params(TINY)
+    known = checksum(params)
+    assert checksum(jax.tree.map(lambda x: x + 0, params)) == known
+    up = params["layers_1"]["mlp"]["down"]
+    exchanged = up.at[jnp.array([0, 7])].set(up[jnp.array([7, 0])])
+    others = up.at[3, 5].add(1e-3), 2 * up, up[::-1], up[:, ::-1], up.astype(jnp.bfloat16)
+    for other in (*others, exchanged):
+        layer = params["layers_1"] | {"mlp": params["layers_1"]["mlp"] | {"down": other}}
+        assert checksum(params | {"layers_1": layer}) != known

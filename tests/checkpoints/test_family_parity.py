@@ -2,21 +2,27 @@
 
 import functools
 import json
+import os
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.models.decoder import packed_mask
 from clover_jax.models.score_rules import alibi_slopes
 from tests.tiny_checkpoints import edit_json
 from tests.torch_pairs import (
+    CLOSE,
     SHAPE,
     Logits,
     assert_padded_rows,
     assert_ragged_decoding,
+    our_logits,
+    random_ids,
     save_random_model,
     torch_logits,
 )
@@ -30,14 +36,14 @@ WINDOW = 7
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
 GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
 # Scores are scaled by another number than the heads' width; one layer has a window, one has none.
-GEMMA = {
-    "head_dim": 16,
-    "query_pre_attn_scalar": 24,
-    "sliding_window": WINDOW,
-    "layer_types": ["full_attention", "sliding_attention"],
-}
+GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+GEMMA |= {"layer_types": ["full_attention", "sliding_attention"]}
 SMOLLM3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # its own lie beyond SHAPE's
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+# Texts longer than 66 tokens have other keys.
+PHI = {"original_max_position_embeddings": 66, "pad_token_id": 0}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+LONGROPE |= {"short_factor": [1.0, 1.5], "long_factor": [2.0, 4.0]}
 
 
 class Family(NamedTuple):
@@ -60,25 +66,12 @@ FAMILIES = {
         "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     ),
     "qwen3": Family(
-        "Qwen3",
-        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        "Qwen3", {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     ),
     "gpt-oss, a short window": Family("GptOss", GPT_OSS),
     "gpt-oss, experts in mxfp4": Family("GptOss", GPT_OSS | {"sliding_window": 100}, "mxfp4"),
     "phi3, fused matrices and longrope of a part of each head": Family(
-        "Phi3",
-        {
-            "head_dim": 8,
-            "original_max_position_embeddings": 66,  # longer texts have other keys
-            "pad_token_id": 0,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "partial_rotary_factor": 0.5,
-                "short_factor": [1.0, 1.5],
-                "long_factor": [2.0, 4.0],
-            },
-        },
+        "Phi3", PHI | {"head_dim": 8, "rope_parameters": LONGROPE}
     ),
     "phi3, a short window": Family(
         "Phi3", {"sliding_window": WINDOW, "pad_token_id": 0, **NO_GROUPS}
@@ -89,8 +82,7 @@ FAMILIES = {
         EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "gemma2, caps that bind and a short window": Family(
-        "Gemma2",
-        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+        "Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
     ),
     "gemma3, two rotations and a short window": Family(
         "Gemma3Text", GEMMA | {"rope_parameters": {"full_attention": LINEAR}}
@@ -277,14 +269,9 @@ def repack_mxfp4(model, folder) -> Logits:
     return functools.partial(torch_logits, model)
 
 
-REPACKS = {
-    "mxfp4": repack_mxfp4,
-    "rotary": repack_rotary,
-    "alibi": repack_alibi,
-    "normalized": repack_normalized,
-    "multimodal": repack_multimodal,
-    "with images": repack_with_images,
-}
+REPACKS = {"mxfp4": repack_mxfp4, "rotary": repack_rotary, "alibi": repack_alibi}
+REPACKS |= {"normalized": repack_normalized, "multimodal": repack_multimodal}
+REPACKS |= {"with images": repack_with_images}
 
 
 def test_baichuan_2_stores_rows_of_any_length(make):
@@ -300,3 +287,85 @@ def test_alibi_slopes_are_blooms(torch, num_heads):
 
     distances = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
     np.testing.assert_allclose(alibi_slopes(num_heads), distances[:, 0, 1].numpy(), rtol=1e-6)
+
+
+EXTRA_BASE = os.environ.get("CLOVER_JAX_EXTRA_BASE")
+
+FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **FACTORS}
+LLAMA3 |= {"original_max_position_embeddings": 32}
+SCALED = {"rope_theta": 1e4, "factor": 4.0}
+YARN = {"rope_type": "yarn", "beta_fast": 4.0, "original_max_position_embeddings": 32, **SCALED}
+VARIANTS = {
+    "grouped heads": {},
+    "one key head": {"num_key_value_heads": 1},
+    "one query head per key": {"num_key_value_heads": 4},
+    "wide heads": {"head_dim": 16},
+    "rope llama3": {"rope_parameters": LLAMA3},
+    "rope linear": {"rope_parameters": LINEAR | SCALED},
+    "rope yarn": {"rope_parameters": YARN},
+    "rope yarn without whole pairs": {"rope_parameters": YARN | {"truncate": False}},
+    "rope dynamic": {"rope_parameters": SCALED | {"rope_type": "dynamic"}},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+}
+
+
+@pytest.fixture
+def make_pair(torch, tmp_path):
+    """A function that makes a random torch model and the same model loaded by us."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make_pair(max_shard_size="1GB", dtype="float32", **changes):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**(SHAPE | changes)))
+        model = save_random_model(model, tmp_path, dtype, max_shard_size)
+        return model, load_base(str(tmp_path))
+
+    return make_pair
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits(make_pair, variant):
+    model, base = make_pair(**VARIANTS[variant])
+    ids = random_ids(96)
+    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
+
+
+def test_logits_of_sharded_bfloat16_files(make_pair, tmp_path):
+    model, base = make_pair(max_shard_size="10KB", dtype="bfloat16")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    ids = random_ids(40)
+    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
+
+
+def test_packed_documents_equal_each_alone(make_pair):
+    model, base = make_pair()
+    lengths = (7, 1, 20, 4)
+    documents = [random_ids(n, seed=n) for n in lengths]
+    segments = np.repeat(np.arange(len(lengths)), lengths)[None]
+    positions = np.concatenate([np.arange(n) for n in lengths])[None]
+    packed, mask = np.concatenate(documents)[None], packed_mask(jnp.asarray(segments))
+    logits = our_logits(base, packed, jnp.asarray(positions), mask)
+    expected = np.concatenate([torch_logits(model, document) for document in documents])
+    np.testing.assert_allclose(logits[0], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("cache_length", [64, 512], ids=["one chunk", "several chunks"])
+def test_ragged_rows_decoded_with_a_cache(make_pair, cache_length):
+    model, base = make_pair()
+    assert_ragged_decoding(lambda ids: torch_logits(model, ids), base, cache_length)
+
+
+@pytest.mark.skipif(not EXTRA_BASE, reason="CLOVER_JAX_EXTRA_BASE names no folder")
+def test_logits_of_the_extra_base():
+    """A trained model of one's own choice: CLOVER_JAX_EXTRA_BASE=DIR."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(EXTRA_BASE, dtype=torch.float32).eval()
+    base = load_base(EXTRA_BASE)
+    ids = random_ids(200, base.config.vocab_size)
+    found, expected = our_logits(base, [ids])[0], torch_logits(model, ids)
+    print(f"largest difference {np.abs(found - expected).max():.2e}")
+    np.testing.assert_allclose(found, expected, **CLOSE)

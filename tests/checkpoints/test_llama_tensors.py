@@ -42,10 +42,19 @@ def assert_cover(leaves, params):
     assert len(stored_shapes(leaves)) == sum(len(leaf.pieces) for leaf in leaves)
 
 
+def random_tensors(leaves):
+    """Return the stored tensors of leaves, with random values."""
+    rng, shapes = np.random.default_rng(0), stored_shapes(leaves)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_base_is_covered(variant):
+def test_the_base_is_covered_and_a_clover2_head_by_the_official_layout(variant):
     config = VARIANTS[variant]
     assert_cover(base_leaves(config), base_shapes(config))
+    if variant in ("tiny", "biases", "Llama 3 8B"):
+        head = registry.head(registry.config_for_base("clover2", config))
+        assert_cover(clover2_leaves(head.config), registry.init_shapes(head, base_shapes(config)))
 
 
 @pytest.mark.parametrize(
@@ -56,11 +65,7 @@ def test_the_base_is_covered(variant):
     ],
 )
 def test_a_packed_matrix_holds_others_below_each_other(leaves_of, names):
-    rng = np.random.default_rng(0)
-    apart = {
-        name: rng.standard_normal(shape, np.float32)
-        for name, shape in stored_shapes(base_leaves(TINY)).items()
-    }
+    apart = random_tensors(base_leaves(TINY))
     packed, own = {}, stored_shapes(leaves_of(TINY))
     for name, shape in own.items():
         matrix = name.split(".")[-2]
@@ -72,13 +77,6 @@ def test_a_packed_matrix_holds_others_below_each_other(leaves_of, names):
         assert leaf.path == of_llama.path
         expected = fuse(of_llama, apart.__getitem__)
         np.testing.assert_array_equal(fuse(leaf, packed.__getitem__), expected)
-
-
-@pytest.mark.parametrize("variant", ["tiny", "biases", "Llama 3 8B"])
-def test_the_official_clover2_layout_covers_the_head(variant):
-    base = VARIANTS[variant]
-    head = registry.head(registry.config_for_base("clover2", base))
-    assert_cover(clover2_leaves(head.config), registry.init_shapes(head, base_shapes(base)))
 
 
 def test_stored_shapes_of_llama_3_8b():
@@ -114,11 +112,8 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_slice_of_a_leaf_is_that_part_of_it(family):
     leaves_of, config = FAMILIES[family]
-    leaves, rng = leaves_of(config), np.random.default_rng(0)
-    stored = {
-        name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
-        for name, shape in stored_shapes(leaves).items()
-    }
+    leaves = leaves_of(config)
+    stored = {n: x.astype(ml_dtypes.bfloat16) for n, x in random_tensors(leaves).items()}
     mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=2))
     for leaf in leaves:
         whole = fuse(leaf, stored.__getitem__)

@@ -1,6 +1,7 @@
 """Bases load with the reference's numbers; whatever is wrong with a checkpoint is named."""
 
 import json
+import os
 import weakref
 
 import jax
@@ -66,28 +67,26 @@ def test_hidden_states_and_logits_equal_the_reference(reference_dir):
     np.testing.assert_allclose(logits, expected["base_logits"], **close)
 
 
-def test_the_params_are_the_decoders(reference_dir):
+def test_the_params_are_the_decoders_and_export_is_the_reverse_of_loading(reference_dir):
     base = load_base(str(reference_dir))
     ids = jnp.zeros((1, 2), jnp.int32)
     init = jax.eval_shape(Decoder(base.config).init, jax.random.key(0), ids, ids, causal_mask(1, 2))
     shapes = jax.tree.map(lambda leaf: leaf.shape, init["params"])
     assert jax.tree.map(lambda leaf: leaf.shape, base.params) == shapes
-
-
-def test_export_is_the_reverse_of_loading(reference_dir):
-    base = load_base(str(reference_dir))
-    exported, stored = (
-        export_base(base.params, base.config),
-        load_file(reference_dir / "model.safetensors"),
-    )
+    exported = export_base(base.params, base.config)
+    stored = load_file(reference_dir / "model.safetensors")
     assert exported.keys() == stored.keys()
     for name, tensor in stored.items():
         np.testing.assert_array_equal(exported[name], tensor, err_msg=name)
 
 
-def test_shards_give_the_same_params_as_one_file(reference_dir, folder):
+def test_shards_and_harmless_tensors_change_no_params(reference_dir, folder):
+    whole = load_base(str(reference_dir)).params
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    assert_trees_equal(load_base(str(folder)).params, whole)
     split_in_shards(folder)
-    assert_trees_equal(load_base(str(folder)).params, load_base(str(reference_dir)).params)
+    assert_trees_equal(load_base(str(folder)).params, whole)
 
 
 def test_bfloat16_files_and_params(folder):
@@ -116,12 +115,6 @@ def test_place_receives_every_tensor_once_and_one_at_a_time(reference_dir):
     assert sorted(seen) == sorted(tuple(key.key for key in path) for path, _ in paths)
 
 
-def test_harmless_tensors_are_passed_over(reference_dir, folder):
-    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
-    edit_tensors(folder, lambda tensors: tensors.update(extra))
-    assert_trees_equal(load_base(str(folder)).params, load_base(str(reference_dir)).params)
-
-
 def test_tied_embeddings_need_no_output_matrix_and_ignore_a_stored_one(folder):
     edit_json(folder / "config.json", tie_word_embeddings=True)
     with_copy = load_base(str(folder))
@@ -134,10 +127,6 @@ def test_tied_embeddings_need_no_output_matrix_and_ignore_a_stored_one(folder):
 
 def set_tensor(name, value):
     return lambda folder: edit_tensors(folder, lambda tensors: tensors.update({name: value}))
-
-
-def without_second_shard(folder):
-    (folder / split_in_shards(folder)[1]).unlink()
 
 
 def without_map(folder):
@@ -154,11 +143,6 @@ def without_weights(folder, *others):
 
 def write(name, text):
     return lambda folder: (folder / name).write_text(text)
-
-
-def cut(folder):
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:5000])
 
 
 BIAS = "model.layers.0.self_attn.q_proj.bias"
@@ -181,11 +165,14 @@ SPOILED = {
         "is an orbax folder, .* use the safetensors release",
     ),
     "a missing shard": (
-        without_second_shard,
+        lambda folder: (folder / split_in_shards(folder)[1]).unlink(),
         "lacks shard model-00002-of-00003.safetensors, which .*index.json lists",
     ),
     "no map": (without_map, "has no weight_map"),
-    "a torn file": (cut, r"model\.safetensors is not a whole safetensors file"),
+    "a torn file": (
+        lambda folder: os.truncate(folder / "model.safetensors", 5000),
+        r"model\.safetensors is not a whole safetensors file",
+    ),
     "a missing tensor": (
         lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(QUERY)),
         f"lacks tensor {QUERY}, which its config.json asks for",
@@ -216,10 +203,7 @@ SPOILED = {
         save_byte_level,
         r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows",
     ),
-    "a broken tokenizer": (
-        write("tokenizer.json", "nonsense"),
-        r"tokenizer\.json is not a readable tokenizer: ",
-    ),
+    "a broken tokenizer": (write("tokenizer.json", "nonsense"), r"json is not a readable token"),
 }
 
 
@@ -275,6 +259,5 @@ def test_one_bad_value_anywhere_is_found(dtype, value):
 
 
 def test_integers_and_nothing_are_finite():
-    assert is_finite(np.full(3, -1, np.int64))
-    assert is_finite(np.ones(3, bool))
-    assert is_finite(np.zeros((0, 4), np.float32))
+    for array in (np.full(3, -1, np.int64), np.ones(3, bool), np.zeros((0, 4), np.float32)):
+        assert is_finite(array)

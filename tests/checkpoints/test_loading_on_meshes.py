@@ -8,8 +8,6 @@ The table in clover_jax/checkpoints/README.md, with 20 GB of memory and of disk 
 import json
 import os
 import re
-import subprocess
-import sys
 
 import ml_dtypes
 import numpy as np
@@ -20,19 +18,14 @@ from clover_jax.checkpoints.llama_tensors import base_leaves
 from clover_jax.checkpoints.tensor_map import stored_shapes
 from clover_jax.config import BaseConfig
 from experiments.tiny_base.base_folder import llama_config_values
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, devices_flag, run_program
+from tests.killed_processes import LAUNCH
 
 # 1.5 GB of the shape of Llama-3-8B with a quarter of its vocabulary; by LAYERS all of that.
 LAYERS = int(os.environ.get("LAYERS", "0"))
-BASE = BaseConfig(
-    vocab_size=128_256 if LAYERS else 32_064,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=LAYERS or 2,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-)
+WIDTHS = {"hidden_size": 4096, "intermediate_size": 14_336, "head_dim": 128}
+SIZES = {"vocab_size": 128_256 if LAYERS else 32_064, "num_layers": LAYERS or 2}
+BASE = BaseConfig(**WIDTHS, **SIZES, num_heads=32, num_kv_heads=8)
 MATRIX = BASE.vocab_size * BASE.hidden_size * 2  # bytes of the embedding
 
 PROGRAM = """
@@ -96,16 +89,8 @@ def base(tmp_path_factory):
 
 
 def load(base, mesh, kind="bfloat16"):
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    launch = [REPOSITORY / "launch" / "local_processes", "2", sys.executable, *WARNINGS]
-    finished = subprocess.run(
-        [*launch, "-c", PROGRAM, base, mesh, kind],
-        cwd=REPOSITORY,
-        env=os.environ | {"XLA_FLAGS": flags.strip()},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
+    program = *PYTHON, "-c", PROGRAM, base, mesh, kind
+    finished = run_program(LAUNCH, "2", *program, **devices_flag(4))
     # Gloo's own lines are on the same stdout.
     said = [json.loads(text) for text in re.findall(r"said ({.*?}) end", finished.stdout)]
     assert len(said) == 2
@@ -133,7 +118,6 @@ def test_each_process_reads_its_own_slices_and_holds_little_more(base, mesh):
 def test_int8_rounds_slices_where_they_lie(base):
     said, _ = load(base, "fsdp=2,tensor=4", "int8")
     for process in said:
-        assert process["read"] == pytest.approx(
-            (base / "model.safetensors").stat().st_size / 2, rel=0.001
-        )
+        stored = (base / "model.safetensors").stat().st_size
+        assert process["read"] == pytest.approx(stored / 2, rel=0.001)
         assert process["own"] < 0.75 * process["read"]

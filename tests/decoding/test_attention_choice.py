@@ -11,22 +11,23 @@ import pytest
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.decoding import race
 from clover_jax.decoding.cache_reading import cache_reader, resolve_attention
-from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.race import with_attention
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.errors import UserError
-from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
+from tests.tiny_models import SMALL_TREE, TINY, decoded, random_base, random_head, random_prompts
 
 SMALL = dataclasses.replace(TINY, num_layers=1)
 
 
-def decoded(tree, attention, name="clover2", base=SMALL, count=2):
-    head, params = random_head(base, name)
-    engine = Engine(base, head, tree, batch_size=2, attention=attention)
-    return decode_all(engine, random_base(base), params, random_prompts(count), 12)
+def by_both(tree, name="clover2", base=SMALL):
+    """Return [(text, accepted lengths)] that the kernel gives, and XLA."""
+    for attention in ("pallas", "xla"):
+        options = {"batch_size": 2, "attention": attention}
+        rows = decoded(random_head(base, name), tree, random_prompts(2), 12, base, **options)
+        yield [(row.output_ids, row.accepted) for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -34,17 +35,15 @@ def decoded(tree, attention, name="clover2", base=SMALL, count=2):
     [
         ("medusa", SMALL_TREE),  # no attention of its own, so only the base's is compiled
         pytest.param("clover2", SMALL_TREE, marks=pytest.mark.slow),
-        pytest.param("clover_lr", parse_tree("dynamic:9:3"), marks=pytest.mark.slow),
-        pytest.param("eagle", parse_tree("paper25"), marks=pytest.mark.slow),
-        pytest.param("dflash2", parse_tree("paper25"), marks=pytest.mark.slow),
+        pytest.param("clover_lr", "dynamic:9:3", marks=pytest.mark.slow),
+        pytest.param("eagle", "paper25", marks=pytest.mark.slow),
+        pytest.param("dflash2", "paper25", marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_the_kernel_writes_the_text_that_xla_writes(name, tree):
-    by_kernel = decoded(tree, "pallas", name)
-    by_xla = decoded(tree, "xla", name)
-    assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
-    assert [row.accepted for row in by_kernel] == [row.accepted for row in by_xla]
+    by_kernel, by_xla = by_both(tree, name)
+    assert by_kernel == by_xla
 
 
 def test_the_kernel_leaves_no_trace_in_other_programs():
@@ -87,9 +86,8 @@ def test_on_a_mesh_the_kernel_reads_the_rows_and_heads_of_each_device(run_python
 @pytest.mark.slow
 def test_the_kernel_knows_windows_and_soft_caps():
     base = dataclasses.replace(TINY, num_layers=2, sliding_window=7, score_cap=1.0)
-    by_kernel = decoded(SMALL_TREE, "pallas", base=base)
-    by_xla = decoded(SMALL_TREE, "xla", base=base)
-    assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
+    by_kernel, by_xla = by_both(SMALL_TREE, base=base)
+    assert by_kernel == by_xla
 
 
 def test_each_platform_has_its_own_kernel():
@@ -102,11 +100,13 @@ def test_each_platform_has_its_own_kernel():
         resolve_attention("cudnn", "tpu")
 
 
+def plain_models(config, params):
+    return Models(BaseModel(config, params, Path(), "random"), None, None, TreeConfig.root_only())
+
+
 @pytest.fixture
 def models():
-    config = dataclasses.replace(TINY, num_layers=1)
-    base = BaseModel(config, random_base(config), Path(), "random")
-    return Models(base, None, None, TreeConfig.root_only())
+    return plain_models(SMALL, random_base(SMALL))
 
 
 @pytest.fixture
@@ -150,13 +150,10 @@ def test_a_kernel_that_fails_is_reported_in_one_line_and_left_out(
 @pytest.mark.accelerator
 def test_the_kernel_agrees_with_xla_on_this_device():
     # cuDNN takes 16 bits; on a CPU the kernel for TPU is interpreted.
-    kernel, dtype = (
-        ("cudnn", "bfloat16") if jax.default_backend() == "gpu" else ("pallas", "float32")
-    )
+    on_gpu = jax.default_backend() == "gpu"
+    kernel, dtype = ("cudnn", "bfloat16") if on_gpu else ("pallas", "float32")
     config = dataclasses.replace(TINY, num_layers=1, head_dim=128)
     params = jax.tree.map(lambda x: x.astype(dtype), random_base(config))
-    models = Models(BaseModel(config, params, Path(), "random"), None, None, TreeConfig.root_only())
-    by_xla, by_kernel = (
-        run().astype(float) for run in race._attention_runs(models, 3, kernel).values()
-    )
+    runs = race._attention_runs(plain_models(config, params), 3, kernel).values()
+    by_xla, by_kernel = (run().astype(float) for run in runs)
     assert jnp.abs(by_xla - by_kernel).max() < race.APART[dtype]

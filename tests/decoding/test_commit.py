@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 import re
 
 import jax
@@ -23,7 +24,6 @@ from clover_jax.decoding.step import (
     StepConfig,
     Weights,
     _by_position,
-    _by_slice,
     append_bonus,
     commit,
     cut,
@@ -33,7 +33,7 @@ from clover_jax.decoding.step import (
     weights_for,
     write_tokens,
 )
-from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
+from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.models.cache import write_rows
@@ -44,14 +44,10 @@ from tests.tiny_models import LLAMA3_8B, TINY, decode_all, random_base, random_h
 MOST_STEPS = 6
 
 
-def test_cut_of_the_docstring():
-    emission = cut(jnp.array([[4, 2, 9]]), jnp.array([3]), jnp.array([8]), jnp.array([[2]]))
-    assert (emission.count.tolist(), emission.finish.tolist()) == ([2], [EOS])
-
-
 @pytest.mark.parametrize(
     ("count", "room", "eos", "emitted", "finish"),
     [
+        (3, 8, 2, 2, EOS),  # of the docstring
         (3, 8, -1, 3, RUNNING),
         (3, 3, -1, 3, LENGTH),
         (3, 2, -1, 2, LENGTH),
@@ -61,33 +57,26 @@ def test_cut_of_the_docstring():
     ],
 )
 def test_the_first_of_eos_and_limit_ends_a_row(count, room, eos, emitted, finish):
-    emission = cut(
-        jnp.array([[4, 2, 9]]), jnp.array([count]), jnp.array([room]), jnp.array([[eos]])
-    )
+    tokens, eos = jnp.array([[4, 2, 9]]), jnp.array([[eos]])
+    emission = cut(tokens, jnp.array([count]), jnp.array([room]), eos)
     assert (emission.count.tolist(), emission.finish.tolist()) == ([emitted], [finish])
 
 
-def test_append_bonus_of_the_docstring():
+def test_the_examples_of_the_docstrings():
     tokens = append_bonus(jnp.array([[7, 8, 0]]), jnp.array([2]), jnp.array([4]))
     assert tokens.tolist() == [[7, 8, 4, 4]]
-
-
-def test_write_tokens_of_the_docstring():
     written = write_tokens(jnp.array([[5, 6, 0, 0]]), jnp.array([[7, 8]]), jnp.array([1]))
     assert written.tolist() == [[5, 7, 8, 0]]
+    ranks = sibling_ranks(jnp.array([[-1, 0, 0, 1, 0]]), jnp.array([[4, 3, 2]]))
+    assert ranks.tolist() == [[2, 0, 1]]
 
 
 def test_a_tpu_writes_the_same_tokens_in_its_own_way():
     tokens, new = jnp.arange(20).reshape(2, 10), jnp.array([[-1, -2, -3], [-4, -5, -6]])
     start = jnp.array([7, 0])  # up to the last position, and from the first
     written = _by_position(tokens, new, start)
-    assert written.tolist() == _by_slice(tokens, new, start).tolist()
+    assert written.tolist() == write_tokens(tokens, new, start).tolist()
     assert written[0, 6:].tolist() == [6, -1, -2, -3]
-
-
-def test_sibling_ranks_of_the_docstring():
-    ranks = sibling_ranks(jnp.array([[-1, 0, 0, 1, 0]]), jnp.array([[4, 3, 2]]))
-    assert ranks.tolist() == [[2, 0, 1]]
 
 
 SLOTS, PREFIX = 7, 20
@@ -118,13 +107,9 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
     rng = np.random.default_rng(seed)
     text = rng.integers(0, TINY.vocab_size, (2, 64))
     length = jnp.array(lengths)
-    state = state.replace(
-        tokens=jnp.asarray(text, jnp.int32),
-        length=length,
-        end=length + 1,
-        limit=length + 40,
-        finish=jnp.zeros(2, jnp.int32),
-    )
+    here = {"length": length, "end": length + 1, "limit": length + 40}
+    tokens, running = jnp.asarray(text, jnp.int32), jnp.zeros(2, jnp.int32)
+    state = state.replace(tokens=tokens, finish=running, **here)
     before = _prefill(params, jnp.asarray(text[:, :PREFIX]))
     state = state.replace(
         cache=write_rows(state.cache, before.fresh, jnp.zeros(2, jnp.int32)),
@@ -178,11 +163,6 @@ def test_a_finished_row_does_not_change():
     assert record.proposed.tolist() == [0]
 
 
-def test_node_depth_gives_the_positions_of_a_tree():
-    mask = ancestor_mask(jnp.array([[-1, 0, 0, 2]]), 2)
-    assert node_depth(mask).tolist() == [[0, 1, 1, 2]]
-
-
 @jax.jit
 def _prefill(params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -228,16 +208,13 @@ STEPS = {
     "plain step": {"kind": None, "steps": 0},
 }
 # The other batch of each is slow, and the forced step, which is that of the tree.
-USUAL = {
-    *(("tree", 3), ("adaptive", 1), ("plain", 1), ("chunk of one", 3)),
-    *(("step", 1), ("plain step", 3)),
-}
+USUAL = {"tree": 3, "adaptive": 1, "plain": 1, "chunk of one": 3, "step": 1, "plain step": 3}
 
 
 @pytest.mark.parametrize(
     ("name", "batch"),
     [
-        pytest.param(name, batch, marks=() if (name, batch) in USUAL else pytest.mark.slow)
+        pytest.param(name, batch, marks=() if USUAL.get(name) == batch else pytest.mark.slow)
         for name in STEPS
         for batch in (1, 3)
     ],
@@ -266,24 +243,18 @@ def test_the_compiled_step_copies_no_table_of_successors(what):
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
 
 
-@functools.cache
-def lowered_step(base, dtype, platform):
-    """Return the step as it is handed to the compiler of a platform."""
-    return traced_step(base, dtype).lower(lowering_platforms=(platform,)).as_text()
-
-
-@functools.cache  # once for all platforms
-def traced_step(base, dtype):
-    function, shapes = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
-    return function.trace(*shapes)
-
-
-@pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize(
     ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
 )
-def test_the_step_lowers_for_accelerators(platform, base, dtype):
-    assert "stablehlo.dot_general" in lowered_step(base, dtype, platform)
+def test_the_step_lowers_for_accelerators_with_a_top_k_of_rank_two_for_a_gpu(base, dtype):
+    function, shapes = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
+    traced = function.trace(*shapes)
+    for platform in ("tpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert "stablehlo.dot_general" in text
+    operands = re.findall(r"chlo.top_k\(.*: tensor<(\S+)xf32>", text)
+    assert operands
+    assert [shape for shape in operands if shape.count("x") != 1] == []
 
 
 def test_a_bfloat16_step_widens_no_matrix():
@@ -292,13 +263,6 @@ def test_a_bfloat16_step_widens_no_matrix():
     products = re.findall(r"stablehlo.dot_general.*: \((\S+), (\S+)\) ->", text)
     assert products
     assert [p for p in products if "f32" in p[0] + p[1]] == []
-
-
-def test_what_a_gpu_gets_as_top_k_has_rank_two():
-    text = lowered_step(LLAMA3_8B, jnp.bfloat16, "cuda")
-    operands = re.findall(r"chlo.top_k\(.*: tensor<(\S+)xf32>", text)
-    assert operands
-    assert [shape for shape in operands if shape.count("x") != 1] == []
 
 
 def test_a_second_run_of_the_same_bucket_compiles_nothing():
@@ -359,12 +323,9 @@ def test_a_chunk_ends_where_a_row_ends(way):
     assert (np.asarray(state.finish) == RUNNING).tolist() == [True, False]
 
 
-def test_empty_slots_end_no_chunk(way):
+def test_empty_slots_end_no_chunk_and_a_row_that_ended_with_its_prompt_does(way):
     _, _, record = plain_chunk([50], [True, False])
     assert record.emitted.tolist() == [[1, 0]] * MOST_STEPS
-
-
-def test_a_row_that_ended_with_its_prompt_ends_the_chunk(way):
     _, _, record = plain_chunk([0, 50], [True, True])
     assert record.emitted[:, 1].sum() == {"in a loop": 0, "by calls": programs.QUEUED}[way]
 
@@ -377,10 +338,8 @@ def test_calls_and_loops_decode_the_same(tree, monkeypatch, fresh_programs):
     def rows():
         engine = Engine(TINY, head, parse_tree(tree), batch_size=3)
         done = [p.row for p in engine.stream(random_base(), params, requests) if p.done]
-        return {
-            row.index: (row.output_ids, row.accepted, row.proposed, row.ranks, row.finish_reason)
-            for row in done
-        }
+        told = operator.attrgetter("output_ids", "accepted", "proposed", "ranks", "finish_reason")
+        return {row.index: told(row) for row in done}
 
     looped = rows()
     monkeypatch.setattr(programs, "loops_on_device", lambda: False)

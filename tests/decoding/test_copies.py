@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.programs import decode_chunk
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
@@ -27,10 +26,19 @@ from clover_jax.drafters.text_matches import known_text
 from clover_jax.errors import UserError
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, train_step
 from tests.layer_heads import KINDS, lively_head
-from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
+from tests.tiny_models import (
+    SMALL_TREE,
+    TINY,
+    decoded,
+    random_base,
+    random_head,
+    random_prompts,
+    texts_of,
+)
 from tests.training.training_data import random_batch
 
 NONE = TreeConfig.root_only()
+MOST = 8  # tokens of a match that are told apart
 ROOM = 16  # of every buffer, so that few programs are compiled
 with_copies = jax.jit(add_copies, static_argnums=(5, 6), static_argnames="keep_drafted")
 
@@ -46,15 +54,8 @@ def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     buffer = jnp.array([[*text, *beyond]])
     padded = known_text(buffer, end, None if source is None else jnp.array([[PAD_TOKEN, *source]]))
     sizes = (drafted.num_nodes + nodes, max(nodes, drafted.depth))
-    with_best = with_copies(
-        tree,
-        guessed_scores(drafted),
-        padded,
-        end,
-        no_counts(1),
-        *sizes,
-        keep_drafted=True,
-    )
+    given = tree, guessed_scores(drafted), padded, end, no_counts(1)
+    with_best = with_copies(*given, *sizes, keep_drafted=True)
     found, best = with_best.tree, with_best.best
     paths = {0: ()}
     for slot in range(1, sizes[0] + 1):
@@ -72,9 +73,7 @@ def test_a_chain_follows_the_longest_match():
     assert are_copies == [True] * 3
     assert best.tokens[0].tolist() == [3, 4, 5]
     assert best.length[0] == 2
-
-
-def test_a_loop_is_copied_round_and_round():
+    # A loop is copied round and round.
     paths, _, _ = copied([7, 1, 2, 3, 1, 2, 3], 8)
     assert paths[-1] == (1, 2, 3, 1, 2, 3, 1, 2)
 
@@ -99,14 +98,10 @@ def test_a_found_node_is_not_copied_again_and_a_match_goes_on_after_it():
     assert {(3, 4), (6, 7)} <= set(paths[3:])
 
 
-def test_without_a_match_slots_stay_empty():
+def test_copies_of_another_text_end_with_it_and_without_a_match_slots_stay_empty():
     paths, are_copies, best = copied([1, 2, 3, 4], 5)
-    assert paths == []
-    assert are_copies == [False] * 5
+    assert (paths, are_copies) == ([], [False] * 5)
     assert (best.tokens == PAD_TOKEN).all()
-
-
-def test_copies_of_another_text_end_with_it():
     paths, _, _ = copied([1, 2, 3], 6, source=[9, 2, 3, 4, 5])
     assert paths == [(4,), (4, 5)]
     # The row's own text ends where the other begins.
@@ -126,9 +121,6 @@ def test_a_copy_that_was_often_wrong_is_worth_less_than_a_found_node():
     always = jnp.full((1, MOST + 1), 50.0)
     assert tokens(no_counts(1).replace(tried=always, right=always)) == [3, 4]
     assert tokens(no_counts(1).replace(tried=always)) == [8, 9]
-
-
-MOST = 8
 
 
 def test_copies_are_counted_by_the_length_of_the_match():
@@ -176,8 +168,7 @@ PROMPTS = random_prompts(40)
 
 @pytest.fixture(scope="module")
 def plain():
-    engine = Engine(TINY, None, NONE, batch_size=8)
-    return [row.output_ids for row in decode_all(engine, random_base(), None, PROMPTS, 40)]
+    return texts_of(decoded(None, "none", PROMPTS, 40))
 
 
 @pytest.mark.parametrize(
@@ -193,14 +184,12 @@ def plain():
     ],
 )
 def test_text_is_plain_decodings_and_no_row_depends_on_its_neighbours(plain, head, tree):
-    drafter, params = random_head(name=head)
+    drafter = random_head(name=head)
     tree = CopyTree("small+copy:5", SMALL_TREE, 5) if tree == "small" else parse_tree(tree)
-    together = Engine(TINY, drafter, tree, batch_size=8)
-    rows = decode_all(together, random_base(), params, PROMPTS, 40)
-    assert [row.output_ids for row in rows] == plain
-    alone = Engine(TINY, drafter, tree, batch_size=1)
+    rows = decoded(drafter, tree, PROMPTS, 40)
+    assert texts_of(rows) == plain
     for row in rows[:6]:
-        (single,) = decode_all(alone, random_base(), params, [row.prompt_ids], 40)
+        (single,) = decoded(drafter, tree, [row.prompt_ids], 40, batch_size=1)
         assert (single.output_ids, single.accepted) == (row.output_ids, row.accepted)
         assert single.copied == row.copied
     if isinstance(tree, CopyTree):
@@ -219,10 +208,7 @@ def test_names_of_trees_with_copies():
             parse_tree(wrong)
 
 
-@functools.cache
-def plain_texts():
-    engine = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
-    return [row.output_ids for row in decode_all(engine, random_base(), None, DRAFTED_PROMPTS, 24)]
+plain_texts = functools.cache(lambda: texts_of(decoded(None, "none", DRAFTED_PROMPTS, 24)))
 
 
 @functools.cache
@@ -249,15 +235,8 @@ def reduced_head(kind):
     ],
 )
 def test_greedy_text_equals_plain_text(kind, tree):
-    head, params = reduced_head(kind)
-    rows = decode_all(
-        Engine(TINY, head, parse_tree(tree), batch_size=3),
-        random_base(),
-        params,
-        DRAFTED_PROMPTS,
-        24,
-    )
-    assert [row.output_ids for row in rows] == plain_texts()
+    rows = decoded(reduced_head(kind), tree, DRAFTED_PROMPTS, 24, batch_size=3)
+    assert texts_of(rows) == plain_texts()
     # The texts also hold tokens that the head cannot propose.
     assert set(np.concatenate(plain_texts()).tolist()) - set(common_tokens())
     assert max(max(row.accepted) for row in rows) >= 2
@@ -303,13 +282,9 @@ def test_rows_that_nobody_gathered_are_missed():
         output_matrix(config, frozen_from_base(random_base()))
 
 
-@pytest.mark.parametrize("table", [(), (3, 3), (5, 4), (-1, 2), (0, 96)])
-def test_an_impossible_vocabulary_is_refused(table):
-    config = random_head()[0].config
-    with pytest.raises(ValueError, match=r"ids\) must ascend and lie in 0 \.\. 95"):
-        dataclasses.replace(config, draft_to_target=table)
-
-
-def test_a_vocabulary_survives_its_json():
+def test_a_vocabulary_survives_its_json_and_an_impossible_one_is_refused():
     config = reduced_head("eagle3")[0].config
     assert type(config).from_dict(config.to_dict()) == config
+    for table in ((), (3, 3), (5, 4), (-1, 2), (0, 96)):
+        with pytest.raises(ValueError, match=r"ids\) must ascend and lie in 0 \.\. 95"):
+            dataclasses.replace(config, draft_to_target=table)

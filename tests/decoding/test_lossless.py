@@ -27,15 +27,8 @@ from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from tests.layer_heads import KINDS, lively_head
 from tests.tiny_models import DRAFTERS, SMALL_TREE, TRAINING_FREE, random_base, random_head
 
-BASE = BaseConfig(
-    vocab_size=5,
-    hidden_size=16,
-    intermediate_size=16,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-)
+WIDTHS = {"vocab_size": 5, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+BASE = BaseConfig(**WIDTHS, num_layers=1, num_heads=2, num_kv_heads=1)
 PROMPT = (1, 3, 0)
 SAMPLES, LENGTH = 20_000, 4
 BIAS, EOS = np.array([0.7, -1.0, 0.3, 0.0, 1.5], np.float32), 4
@@ -49,9 +42,7 @@ def peaked_params(base=BASE):
 
 
 @functools.cache
-def exact(
-    temperature: float, top_p: float, biased: bool = False, base: BaseConfig = BASE
-) -> np.ndarray:
+def exact(temperature, top_p, biased=False, base=BASE) -> np.ndarray:
     """Return the probability of every text of LENGTH tokens, [V] * LENGTH.
 
     biased: with BIAS, and without EOS before the last token.
@@ -85,9 +76,7 @@ def exact(
     return probability
 
 
-def sample(
-    tree, draft_sampling, temperature, top_p, drafter="clover2", biased=False, base=BASE
-) -> np.ndarray:
+def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=False, base=BASE):
     """Return SAMPLES texts of LENGTH tokens, decoded speculatively.
 
     drafter: one of DRAFTERS, or a head and its params.
@@ -99,30 +88,17 @@ def sample(
     base_params = peaked_params(base)
     base_params = with_draft_rows(base_params, head.config) if head else base_params
     weights = Weights(base_params, draft_params)
-    keys = jax.random.split(jax.random.key(7), SAMPLES)
-    rows = RowSampling(
-        key=jax.random.key_data(keys),
-        temperature=jnp.full(SAMPLES, temperature),
-        top_k=jnp.zeros(SAMPLES, jnp.int32),
-        top_p=jnp.full(SAMPLES, top_p),
-        bias=RowBias(
-            ids=jnp.tile(jnp.arange(5), (SAMPLES, 1)),
-            values=jnp.tile(BIAS, (SAMPLES, 1)),
-            eos_from=jnp.full(SAMPLES, len(PROMPT) + LENGTH - 1),
-        )
-        if biased
-        else None,
-    )
-    start = len(PROMPT)
+    keys, start = jax.random.split(jax.random.key(7), SAMPLES), len(PROMPT)
+    ids, values = (jnp.tile(row, (SAMPLES, 1)) for row in (jnp.arange(5), BIAS))
+    bias = RowBias(ids=ids, values=values, eos_from=jnp.full(SAMPLES, start + LENGTH - 1))
+    warped = {"temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
+    warped |= {"top_k": jnp.zeros(SAMPLES, jnp.int32), "bias": bias if biased else None}
+    rows = RowSampling(key=jax.random.key_data(keys), **warped)
     end = jnp.full(SAMPLES, start, jnp.int32)  # a weak type would compile the step twice
     state = empty_state(base, head, tree, SAMPLES, 16, 1, jnp.float32)
-    state = state.replace(
-        tokens=state.tokens.at[:, :start].set(jnp.array(PROMPT)),
-        end=end,
-        limit=end + LENGTH,
-        eos=state.eos + (1 + EOS if biased else 0),
-        sampling=rows,
-    )
+    tokens = state.tokens.at[:, :start].set(jnp.array(PROMPT))
+    ends = {"end": end, "limit": end + LENGTH, "eos": state.eos + (1 + EOS if biased else 0)}
+    state = state.replace(tokens=tokens, sampling=rows, **ends)
     # The state is an argument: as a constant, XLA would spend a minute folding it.
     state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)[0]
     # A function of its own, traced anew: a test may have put a fault into the verifier.
@@ -167,21 +143,16 @@ PRODUCT = [
     *itertools.product(DRAFTERS, ["small+copy:4", "dynamic:5:3:3+copy:4"], ["topk"], [HOT, CUT]),
     *itertools.product(TRAINING_FREE, ["chain:3", "small", "copy:6"], ["topk"], [HOT, CUT]),
 ]
-CASES = [
-    *(
-        pytest.param(
-            *case,
-            id="-".join(map(str, case)),
-            marks=pytest.mark.accelerator if case[:3] == ("clover2", "small", "sampled") else (),
-        )
-        for case in USUAL
-    ),
-    *(
-        pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow)
-        for case in PRODUCT
-        if case not in USUAL
-    ),
-]
+ACCELERATOR = USUAL[1]
+
+
+def marked(case):
+    marks = [pytest.mark.accelerator] if case == ACCELERATOR else []
+    marks += [] if case in USUAL else [pytest.mark.slow]
+    return pytest.param(*case, id="-".join(map(str, case)), marks=marks)
+
+
+CASES = [marked(case) for case in dict.fromkeys([*USUAL, *PRODUCT])]
 
 
 @pytest.mark.parametrize(("drafter", "tree", "draft_sampling", "warping"), CASES)
@@ -218,13 +189,13 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "draft_sampling", "table"),
     [
-        pytest.param("eagle", "topk", None, marks=pytest.mark.slow),
         ("eagle3", "sampled", (0, 2, 3)),
-        pytest.param("clover_lr", "sampled", (0, 2, 3), marks=pytest.mark.slow),
-        pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
-        pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),
-        pytest.param("dflash2", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("clover_lr", "topk", (0, 2, 3), marks=pytest.mark.slow),
+        *(pytest.param(kind, "topk", None, marks=pytest.mark.slow) for kind in ("eagle", "eagle3")),
+        *(
+            pytest.param(kind, "sampled", (0, 2, 3), marks=pytest.mark.slow)
+            for kind in ("clover_lr", "eagle", "dflash2")
+        ),
     ],
 )
 def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sampling, table):
@@ -240,10 +211,9 @@ def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sa
 @pytest.mark.parametrize(
     ("drafter", "fault"),
     [
-        pytest.param("clover2", "q_kept", marks=pytest.mark.slow),
         ("clover2", "p_kept"),
-        pytest.param("clover", "p_kept", marks=pytest.mark.slow),
-        pytest.param("medusa", "p_kept", marks=pytest.mark.slow),
+        pytest.param("clover2", "q_kept", marks=pytest.mark.slow),
+        *(pytest.param(name, "p_kept", marks=pytest.mark.slow) for name in ("clover", "medusa")),
     ],
 )
 def test_a_broken_verifier_is_seen(monkeypatch, drafter, fault):

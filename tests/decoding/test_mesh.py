@@ -1,10 +1,11 @@
 """Decoding on simulated devices: the tokens of one device, and no vocabulary that is gathered."""
 
+import itertools
 import json
 
 import pytest
 
-from tests.decoding.test_families import FAMILIES
+from tests.decoding.test_greedy_equality import FAMILIES
 from tests.tiny_models import DRAFTERS, TRAINING_FREE
 
 SETUP = """
@@ -39,11 +40,18 @@ for name in sys.argv[1:]:
 )
 
 
+def rows_on(run_python, source, meshes, *arguments):
+    """Return the rows that a program gives, which must be the same on every mesh."""
+    printed = run_python(source, *arguments, "", *meshes, devices=8).splitlines()
+    alone, *split = map(json.loads, printed)
+    for mesh, rows in zip(meshes, split, strict=True):
+        assert rows == alone, mesh
+    return alone
+
+
 def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
-    meshes = ("", "data=2,fsdp=2,tensor=2 by calls")
-    alone, split = run_python(TOKENS, *meshes, devices=8).splitlines()
-    assert json.loads(split) == json.loads(alone)
-    assert any(any(accepted) for _, accepted in json.loads(alone))
+    rows = rows_on(run_python, TOKENS, ["data=2,fsdp=2,tensor=2 by calls"])
+    assert any(any(accepted) for _, accepted in rows)
 
 
 # A vocabulary so small that every head is accepted now and then, trained or not.
@@ -54,44 +62,30 @@ EVERY_DRAFTER = (
     .replace("import parse_tree", "import default_tree, parse_tree")
 )
 # Texts are longer: in all of them something repeats.
-WITH_COPIES = EVERY_DRAFTER.replace("config.max_depth)", "config.max_depth) + '+copy:6'").replace(
-    "prompts, 12)", "prompts, 32)"
-)
-MESHES = (
-    "data=2",
-    "fsdp=2",
-    "tensor=2",
-    "data=2,fsdp=2",
-    "data=2,tensor=2",
-    "fsdp=2,tensor=2",
-    "data=2,fsdp=2,tensor=2",
-)
+WITH_COPIES = EVERY_DRAFTER.replace("config.max_depth)", "config.max_depth) + '+copy:6'")
+WITH_COPIES = WITH_COPIES.replace("prompts, 12)", "prompts, 32)")
+AXES = ("data=2", "fsdp=2", "tensor=2")
+MESHES = [",".join(axes) for count in (1, 2, 3) for axes in itertools.combinations(AXES, count)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_accepts_on_every_mesh_what_it_does_on_one_device(run_python, name):
-    alone, *split = run_python(EVERY_DRAFTER, name, "", *MESHES, devices=8).splitlines()
-    for mesh, rows in zip(MESHES, split, strict=True):
-        assert json.loads(rows) == json.loads(alone), mesh
-    assert any(any(accepted) for _, accepted in json.loads(alone))
+    rows = rows_on(run_python, EVERY_DRAFTER, MESHES, name)
+    assert any(any(accepted) for _, accepted in rows)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow) for name in ("recycle", "lookup", *DRAFTERS)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["recycle", "lookup", *DRAFTERS])
 def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
     meshes = MESHES[-1:] if name in TRAINING_FREE else MESHES
-    alone, *split = run_python(WITH_COPIES, name, "", *meshes, devices=8).splitlines()
-    for mesh, rows in zip(meshes, split, strict=True):
-        assert json.loads(rows) == json.loads(alone), mesh
-    assert any(max(accepted) > 4 for _, accepted in json.loads(alone))
+    rows = rows_on(run_python, WITH_COPIES, meshes, name)
+    assert any(max(accepted) > 4 for _, accepted in rows)
 
 
 OF_FAMILY = TOKENS.replace(
     "base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)",
-    "from tests.decoding.test_families import FAMILIES\n"
+    "from tests.decoding.test_greedy_equality import FAMILIES\n"
     "base = dataclasses.replace(TINY, num_layers=2, **FAMILIES[sys.argv.pop(1)][0])",
 )
 
@@ -99,10 +93,7 @@ OF_FAMILY = TOKENS.replace(
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_gives_the_same_tokens_on_a_mesh(run_python, family):
-    meshes = ("tensor=2", "data=2,fsdp=2", "data=2,fsdp=2,tensor=2")
-    alone, *split = run_python(OF_FAMILY, family, "", *meshes, devices=8).splitlines()
-    for mesh, rows in zip(meshes, split, strict=True):
-        assert json.loads(rows) == json.loads(alone), mesh
+    rows_on(run_python, OF_FAMILY, ("tensor=2", "data=2,fsdp=2", "data=2,fsdp=2,tensor=2"), family)
 
 
 @pytest.mark.slow
@@ -115,9 +106,8 @@ def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python, family):
     )
     needs = "from clover_jax.checkpoints.quantization import quantize_base, quantize_params\n"
     rounded = needs + rounded
-    alone, split = run_python(rounded, *family, "", "data=2,tensor=2", devices=8).splitlines()
-    assert json.loads(split) == json.loads(alone)
-    assert alone != run_python(plain, *family, "", devices=8).strip(), "rounding changes something"
+    rows = rows_on(run_python, rounded, ["data=2,tensor=2"], *family)
+    assert rows != rows_on(run_python, plain, [], *family), "rounding changes something"
 
 
 # Prints the ways that raced on a mesh, and whether each of them decoded.
@@ -136,13 +126,9 @@ os.environ["XDG_CACHE_HOME"] = sys.argv[1]
 mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8))
 placed = random_base(base), params
 placed = jax.device_put(placed, param_shardings(placed, mesh))
-models = Models(
-    BaseModel(base, placed[0], Path(), "random"),
-    None,
-    Draft(head, placed[1], None, {}, "random"),
-    parse_tree("chain:3"),
-    mesh,
-)
+draft = Draft(head, placed[1], None, {}, "random")
+model = BaseModel(base, placed[0], Path(), "random")
+models = Models(model, None, draft, parse_tree("chain:3"), mesh)
 choice = fastest_tree(models, random_prompts(4, vocab_size=base.vocab_size), 3)
 print(json.dumps([list(choice.rates), min(choice.rates.values()) > 0]))
 """

@@ -12,12 +12,7 @@ from clover_jax.decoding.spec import ModelSpec
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from tests.tiny_checkpoints import edit_json
-from tests.tiny_folders import save_tiny_base, save_tiny_draft
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_base(tmp_path_factory.mktemp("models") / "base")
+from tests.tiny_folders import save_tiny_draft
 
 
 def load(base, draft="none", tree=None):
@@ -55,8 +50,9 @@ def test_a_draft_decodes_with_the_chat_template_of_its_training_only(base, tmp_p
     template = tmp_path / "own.jinja"
     template.write_text("{{ messages }}\n")
 
+    usual = ModelSpec(str(base), dtype="float32")
     plain = {
-        name: load_spec(ModelSpec(str(base), dtype="float32", chat_template=name))
+        name: load_spec(dataclasses.replace(usual, chat_template=name))
         for name in (None, "vicuna", str(template))
     }
 
@@ -112,10 +108,9 @@ def test_whatever_changes_the_rows_is_part_of_the_identity(base, tmp_path):
     params = models.base.params | {"layers_0": layer | {"mlp": mlp}}
     finetuned = dataclasses.replace(models.base, params=params)  # its lm_head as before
     longer = dataclasses.replace(models.base.config, max_position_embeddings=99)
-    head = models.draft.head
-    turned = dataclasses.replace(
-        head.config, layer=dataclasses.replace(head.config.layer, rope=RopeConfig(theta=5e5))
-    )
+    own = models.draft.head.config
+    layer = dataclasses.replace(own.layer, rope=RopeConfig(theta=5e5))
+    turned = dataclasses.replace(own, layer=layer)
     others = {
         "base_params": {"base": finetuned},
         "base_config": {"base": dataclasses.replace(models.base, config=longer)},

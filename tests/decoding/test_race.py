@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from clover_jax import cli, evaluate, generate
+from clover_jax import evaluate, generate
 from clover_jax.data.prompts import BadPrompt
 from clover_jax.decoding import race as module
 from clover_jax.decoding.models import load, load_shapes
@@ -21,7 +21,8 @@ from clover_jax.decoding.race import (
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
-from tests.tiny_folders import save_tiny_base, save_tiny_draft
+from tests.conftest import rows_in, run_command
+from tests.tiny_folders import save_tiny_draft
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [3] * 120]  # the last longer than the context has room for
 SAMPLED = SamplingConfig("lossless", "sampled")
@@ -56,22 +57,10 @@ def test_the_first_of_a_turn_rotates_and_every_turn_has_its_rate():
 
 def test_what_is_far_behind_leaves_the_race_but_for_plain_decoding():
     clock = Clock()
-    passes = {
-        name: clock.decoding(name[0], *rates)
-        for name, rates in {
-            "plain": (1, 1, 1),
-            "slow": (2, 9, 9),
-            "fast": (6, 6, 6),
-            "close": (6, 1.5, 6),
-        }.items()
-    }
-    rates = race(passes, 3, clock)
-    assert {name: len(own) for name, own in rates.items()} == {
-        "plain": 3,
-        "slow": 1,
-        "fast": 3,
-        "close": 2,
-    }
+    rates = {"plain": (1, 1, 1), "slow": (2, 9, 9), "fast": (6, 6, 6), "close": (6, 1.5, 6)}
+    passes = {name: clock.decoding(name[0], *each) for name, each in rates.items()}
+    turns = {name: len(own) for name, own in race(passes, 3, clock).items()}
+    assert turns == {"plain": 3, "slow": 1, "fast": 3, "close": 2}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +81,10 @@ def test_a_tree_wins_only_where_it_beats_plain_decoding_in_all_turns_but_one(rat
     assert winner(rates) == name
 
 
+def small(name):
+    return "chain:2", name, f"{name}+copy:4"
+
+
 def models_of(kind, tree):
     spec = ModelSpec("shape:64x1x96", draft=kind, tree=tree, dtype="float32")
     return load_shapes(spec)
@@ -102,14 +95,8 @@ def models_of(kind, tree):
     [
         ("lookup", None, GREEDY, ["copy:4", "copy:8", "copy:25"]),
         ("lookup", "copy:8", GREEDY, ["copy:4", "copy:8"]),
-        (
-            *("random:clover2", None, GREEDY),
-            ["chain:2", "dynamic:5:4:2", "dynamic:5:4:2+copy:4", "paper25"],
-        ),
-        (
-            *("random:clover", None, GREEDY),
-            ["chain:2", "dynamic:5:3:2", "dynamic:5:3:2+copy:4", "clover4"],
-        ),
+        ("random:clover2", None, GREEDY, [*small("dynamic:5:4:2"), "paper25"]),
+        ("random:clover", None, GREEDY, [*small("dynamic:5:3:2"), "clover4"]),
         ("random:clover2", None, SAMPLED, ["chain:2", "paths:0/1/0.0/0.1/0.0.0", "paper25"]),
         ("random:clover2", "dynamic:8", SAMPLED, ["chain:2", "paths:0/1/0.0/0.1/0.0.0"]),
         ("random:medusa:num_positions=1", None, GREEDY, ["chain:1", "clover4"]),
@@ -134,11 +121,6 @@ def test_a_choice_is_told_in_one_line(tmp_path):
     line = str(Choice("plain", rates, None))
     assert line.startswith("tree: none, plain decoding (21.6 tokens/s; copy:4 28.1, ")
     assert line.endswith(", not remembered")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    return save_tiny_base(tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture
@@ -214,44 +196,41 @@ def test_what_cannot_be_written_next_to_a_head_is_kept_in_the_cache_folder(
     assert fastest_tree(models, PROMPTS, 1).path is None
 
 
-def test_where_no_tree_pays_the_draft_is_left_out(base, draft, rates):
+def test_where_no_tree_pays_the_draft_is_left_out_and_without_prompts_keeps_its_tree(
+    base, draft, rates
+):
     rates(0.9)
     choice = fastest_tree(open_models(base, draft), PROMPTS, 1)
     assert choice.name == "plain"
     assert choice.apply(open_models(base, draft)).draft is None
+    models, bad = open_models(base, draft), [BadPrompt(0, "a:1", "bad")]
+    assert with_fastest_tree(models, bad, 1, GREEDY, SamplingParams()) is models
 
 
-def test_where_no_prompt_can_be_read_the_draft_keeps_its_tree(base, draft):
-    models = open_models(base, draft)
-    assert (
-        with_fastest_tree(models, [BadPrompt(0, "a:1", "bad")], 1, GREEDY, SamplingParams())
-        is models
-    )
+@pytest.fixture
+def decode(command, prompts_file, tmp_path):
+    """Decode the prompts with the command; return the rows and what is said of them."""
+
+    def run(name, *argv):
+        prompts = prompts_file(*({"prompt_ids": ids} for ids in PROMPTS[:2]))
+        common = f"--prompts={prompts}", f"--output={tmp_path / name}", "--batch_size=2"
+        status, _, error = command(*common, "--max_new_tokens=12", *argv)
+        assert status == 0, error
+        return rows_in(tmp_path / name), error
+
+    return run
 
 
-def decode(base, tmp_path, name, *argv):
-    """Decode the prompts with the command and return the rows."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS[:2]))
-    output = tmp_path / name
-    common = [f"--base={base}", f"--prompts={prompts}", f"--output={output}"]
-    argv = [*common, "--max_new_tokens=12", "--batch_size=2", *argv]
-    assert cli.run(generate.main, generate.define_flags, argv) == 0
-    return [json.loads(line) for line in output.read_text().splitlines()]
-
-
-def test_a_race_decodes_in_every_way_and_changes_no_text(
-    base, draft, tmp_path, monkeypatch, capsys
-):
+def test_a_race_decodes_in_every_way_and_changes_no_text(decode, draft, monkeypatch):
     # Few ways, since each compiles programs of its own.
     def few(models, sampling):
         return {name: candidates(models, sampling)[name] for name in ("plain", "chain:2")}
 
     monkeypatch.setattr(module, "candidates", few)
-    plain = decode(base, tmp_path, "plain.jsonl")
-    rows = decode(base, tmp_path, "auto.jsonl", f"--draft={draft}", "--tree=auto")
+    plain, _ = decode("plain.jsonl")
+    rows, error = decode("auto.jsonl", f"--draft={draft}", "--tree=auto")
     assert [row["output_ids"] for row in rows] == [row["output_ids"] for row in plain]
-    (line,) = (one for one in capsys.readouterr().err.splitlines() if one.startswith("tree: "))
+    (line,) = (one for one in error.splitlines() if one.startswith("tree: "))
     assert "chain:2" in line
     assert "plain" in line
     assert line.endswith(f", remembered in {draft / 'trees.json'}")
@@ -266,25 +245,24 @@ def test_a_prompt_without_room_for_new_tokens_is_shortened(base, draft, monkeypa
 
 
 @pytest.mark.parametrize("gains", [(1.5, 0.5), (0.5, 1.5)])
-def test_rows_that_were_begun_go_on_with_their_tree(base, draft, rates, tmp_path, gains, capsys):
+def test_rows_that_were_begun_go_on_with_their_tree(decode, draft, rates, tmp_path, gains):
     argv = (f"--draft={draft}", "--tree=auto")
     rates(gains[0])
-    rows = decode(base, tmp_path, "begun.jsonl", *argv)
+    rows, _ = decode("begun.jsonl", *argv)
     # Stopped while it wrote; since then another tree has become the fastest.
     (tmp_path / "begun.jsonl").write_bytes(b'{"index": 0, "pro')
     (draft / "trees.json").unlink()
     rates(gains[1])
-    again = decode(base, tmp_path, "begun.jsonl", *argv)
-    assert f"which {tmp_path / 'begun.jsonl'} was begun with" in capsys.readouterr().err
+    again, error = decode("begun.jsonl", *argv)
+    assert f"which {tmp_path / 'begun.jsonl'} was begun with" in error
     assert [row["accepted"] for row in again] == [row["accepted"] for row in rows]
     assert any(np.concatenate([row["accepted"] for row in again])) == (gains[0] > 1)
 
 
-@pytest.mark.parametrize("command", [generate, evaluate])
-def test_the_automatic_tree_takes_no_number_of_copies(base, command, capsys):
-    draft = "--draft" if command is generate else "--drafts"
-    argv = [f"--base={base}", f"{draft}=lookup", "--tree=auto", "--copy=3"]
-    assert cli.run(command.main, command.define_flags, argv) == 2
-    error = capsys.readouterr().err
+@pytest.mark.parametrize(("module", "flag"), [(generate, "--draft"), (evaluate, "--drafts")])
+def test_the_automatic_tree_takes_no_number_of_copies(base, capsys, module, flag):
+    argv = f"--base={base}", f"{flag}=lookup", "--tree=auto", "--copy=3"
+    status, _, error = run_command(capsys, module, *argv)
+    assert status == 2
     assert "--copy=3: " in error
     assert "tries copies itself" in error

@@ -1,25 +1,167 @@
-"""Draws, warping, and rows that change the base's logits."""
+"""Hit rates, accepted paths, draws, warping, and rows that change the base's logits."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from clover_jax.decoding import programs
+from clover_jax.decoding import accept, programs, step
 from clover_jax.decoding.accept import accept_typical
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.requests import Request
+from clover_jax.decoding.requests import (
+    AcceptedLengths,
+    Request,
+    least_sampling,
+    requests_of_every_kind,
+)
 from clover_jax.decoding.sampling import TOKEN, RowSampling, draw, finite_log_softmax, gumbel, warp
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, SamplingParams
-from clover_jax.decoding.step import StepConfig
+from clover_jax.decoding.step import StepConfig, largest, largest_in_parts
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import project
 from tests.decoding.reference import _logits
-from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
+from tests.tiny_models import (
+    SMALL_TREE,
+    TINY,
+    decoded,
+    random_base,
+    random_head,
+    random_prompts,
+    texts_of,
+)
+
+# Op by op, every operation on every shape would be compiled by itself.
+accept_path = jax.jit(accept.accept_path)
+accept_forced = jax.jit(accept.accept_forced, static_argnames="count")
+
+MOST = SamplingConfig("lossless", truncate=True, biased=True)  # as a server has it
+CHANGES = (
+    *({"params": SamplingParams(**params)} for params in ({"temperature": 1.0}, {"top_k": 5})),
+    {"params": SamplingParams(temperature=1.0, top_k=5)},
+    {"params": SamplingParams(temperature=1.0, top_p=0.5)},
+    {"wants_scores": True},
+    {"wants_prompt_scores": True},
+    {"min_new_tokens": 1},
+    {"logit_bias": ((3, 1.0),)},
+)
+
+
+def tally(*answers):
+    lengths = AcceptedLengths()
+    for num_tokens, accepted in answers:
+        lengths.add(num_tokens, accepted)
+    return lengths
+
+
+def test_tau_counts_what_is_left_after_the_cut_and_hit_rates_what_came_before_it():
+    # 1 + (2+1) + (0+1) + (3+1) tokens, the last forward cut by one.
+    lengths = tally((8, [2, 0, 3]))
+    assert lengths.tau == pytest.approx(7 / 3)
+    assert 1 + sum(lengths.hit_rate(3)) == pytest.approx(8 / 3)
+
+
+def test_rates_of_several_answers_are_those_of_all_their_forwards():
+    lengths = tally((9, [2, 0, 3]), (3, [1]))
+    assert (lengths.tokens, lengths.forwards) == (12, 4)
+    assert lengths.hit_rate(4) == [3 / 4, 2 / 4, 1 / 4, 0]
+    assert lengths.conditional_hit_rate(4) == [3 / 4, 2 / 3, 1 / 2, 0]
+    assert lengths.histogram() == [1, 1, 1, 1]
+    assert lengths.histogram(1) == [1, 1]
+    # Nothing decoded has no rates.
+    lengths = tally((1, []))
+    assert (lengths.tau, lengths.hit_rate(2), lengths.histogram()) == (None, [], [])
+    assert lengths.conditional_hit_rate(2) == [None, None]
+
+
+def test_accept_path_of_the_docstring_and_the_bonus_without_an_agreeing_child():
+    tree = TokenTree(jnp.array([[5, 7, 8, 9]]), jnp.array([[-1, 0, 1, 0]]), depth=2)
+    accepted = accept_path(tree, jnp.array([[7, 8, 4, 0]]))
+    assert accepted.path.tolist() == [[0, 1, 2]]
+    assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([2], [4])
+    tree = TokenTree(jnp.array([[5, 7, 9]]), jnp.array([[-1, 0, 0]]), depth=1)
+    accepted = accept_path(tree, jnp.array([[3, 7, 9]]))
+    assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([0], [3])
+
+
+@st.composite
+def trees_with_argmax(draw, slots=10, vocabulary=4):
+    """A tree whose siblings differ, and the base's argmax at every slot."""
+    parent, tokens = [-1], [draw(st.integers(0, vocabulary - 1))]
+    for slot in range(1, slots):
+        above = draw(st.integers(0, slot - 1))
+        taken = {tokens[s] for s in range(1, slot) if parent[s] == above}
+        free = [token for token in range(vocabulary) if token not in taken]
+        parent.append(above if free else 0)
+        tokens.append(draw(st.sampled_from(free)) if free else PAD_TOKEN)
+    best = draw(st.lists(st.integers(0, vocabulary - 1), min_size=slots, max_size=slots))
+    return parent, tokens, best
+
+
+@settings(deadline=None, max_examples=100)
+@given(trees_with_argmax())
+def test_the_accepted_path_is_the_walk_along_the_argmax(case):
+    parent, tokens, best = case
+    path = [0]
+    while True:
+        slot = path[-1]
+        children = [s for s, p in enumerate(parent) if p == slot and tokens[s] == best[slot]]
+        if not children:
+            break
+        path.append(children[0])
+    tree = TokenTree(jnp.array([tokens]), jnp.array([parent]), depth=len(parent) - 1)
+    accepted = accept_path(tree, jnp.array([best]))
+    count = int(accepted.count[0])
+    assert accepted.path[0, : count + 1].tolist() == path
+    np.testing.assert_array_equal(accepted.path[0, count + 1 :], 0)
+    assert int(accepted.bonus[0]) == best[path[-1]]
+
+
+def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_choices():
+    tree = TokenTree(jnp.array([[5, 1, 2, 3, 0]]), jnp.array([[-1, 0, 0, 2, 1]]), depth=2)
+    choices = jnp.array([[2, 9, 9, 4, 9]])
+    forced = [accept_forced(tree, choices, count=count) for count in (0, 1, 2)]
+    assert [accepted.count.tolist() for accepted in forced] == [[0], [1], [2]]
+    assert forced[1].path[0, :2].tolist() == [0, 2]
+    assert forced[2].path.tolist() == [[0, 2, 3]]
+    assert (forced[0].bonus.tolist(), forced[2].bonus.tolist()) == ([2], [4])
+    # Padding is never taken.
+    tree = TokenTree(jnp.array([[5, PAD_TOKEN]]), jnp.array([[-1, 0]]), depth=1)
+    assert accept_forced(tree, jnp.zeros((1, 2), int), count=1).count.tolist() == [0]
+
+
+def test_parts_of_the_vocabulary_give_the_same_choices(monkeypatch):
+    monkeypatch.setattr(step, "MOST_LOGITS", 1024)
+    matrix = jax.random.normal(jax.random.key(0), (2500, 16))  # the last part is a shorter one
+    hidden = jax.random.normal(jax.random.key(1), (3, 40, 16))
+    found = largest_in_parts(matrix, hidden)
+    assert found.shape == (3, 40)
+    assert (found == largest(matrix, hidden)).all()
+    assert len(set((found // 1024).ravel().tolist())) == 3  # every part wins somewhere
+    # Of equal tokens the lowest is chosen.
+    matrix = jnp.zeros((3000, 4)).at[jnp.array([7, 1030, 2900]), 0].set(1.0)
+    hidden = jnp.zeros((5, 4)).at[:, 0].set(1.0)
+    assert largest_in_parts(matrix, hidden).tolist() == [7] * 5
+
+
+def test_there_is_a_request_of_every_kind_that_a_batch_can_be_of():
+    kinds = {least_sampling(MOST, [request]) for request in requests_of_every_kind(4)}
+    asked = [
+        Request(0, [0], 2, **dict(itertools.chain.from_iterable(c.items() for c in changes)))
+        for count in range(len(CHANGES) + 1)
+        for changes in itertools.combinations(CHANGES, count)
+    ]
+    alone = {least_sampling(MOST, [request]) for request in asked}
+    beside = {least_sampling(MOST, pair) for pair in itertools.combinations(asked, 2)}
+    assert alone | beside == kinds
+
 
 LOSSLESS = SamplingConfig("lossless")
 
@@ -29,12 +171,8 @@ LEAST = [9, 14, 0, 6]
 
 
 def rows(temperature, top_k=0, top_p=1.0):
-    return RowSampling(
-        key=jnp.zeros((1, 2), jnp.uint32),
-        temperature=jnp.array([temperature]),
-        top_k=jnp.array([top_k]),
-        top_p=jnp.array([top_p]),
-    )
+    settings = (jnp.array([value]) for value in (temperature, top_k, top_p))
+    return RowSampling(jnp.zeros((1, 2), jnp.uint32), *settings)
 
 
 def warped_by_hand(logits, temperature, top_k, top_p):
@@ -62,12 +200,8 @@ def test_warping_is_temperature_then_top_k_then_top_p(temperature, top_k, top_p)
 @pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (5, 1.0), (0, 1e-7)])
 def test_as_many_tokens_stay_where_a_compiler_computes_soft_caps_twice(top_k, top_p):
     temperatures = jnp.array([0.1, 0.3, 0.5, 0.7, 1.3, 2.1])
-    many = RowSampling(
-        key=jnp.zeros((6, 2), jnp.uint32),
-        temperature=temperatures,
-        top_k=jnp.full(6, top_k),
-        top_p=jnp.full(6, top_p),
-    )
+    cuts = {"top_k": jnp.full(6, top_k), "top_p": jnp.full(6, top_p)}
+    many = RowSampling(key=jnp.zeros((6, 2), jnp.uint32), temperature=temperatures, **cuts)
 
     @jax.jit
     def num_kept(here, matrix, hidden, many):
@@ -95,9 +229,11 @@ def test_of_neighbouring_numbers_the_smaller_is_cut(further):
     np.testing.assert_array_equal(jnp.isfinite(warped)[0, 0], [1, 1, 0])
 
 
-def test_temperature_zero_leaves_the_most_probable_token():
+def test_temperature_zero_or_a_top_p_next_to_nothing_leaves_the_most_probable_token():
     logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]]])
     np.testing.assert_array_equal(jnp.isfinite(warp(logits, rows(0.0), False))[0, 0], [0, 1, 0, 0])
+    warped = warp(jnp.array([[[0.5, 2.0, 1.0]]]), rows(1.0, top_p=1e-50), truncate=True)
+    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 0.0, -np.inf])
 
 
 @pytest.mark.parametrize("temperature", [1e-4, 1e-10, 5e-38])
@@ -111,12 +247,8 @@ def test_a_tiny_temperature_draws_the_most_probable_token(temperature, truncate)
 
 
 def test_noise_depends_on_row_key_and_position_only():
-    settings = RowSampling(
-        key=jnp.array([[0, 1], [0, 2]], jnp.uint32),
-        temperature=jnp.ones(2),
-        top_k=jnp.zeros(2, jnp.int32),
-        top_p=jnp.ones(2),
-    )
+    keys, cuts = jnp.array([[0, 1], [0, 2]], jnp.uint32), (jnp.zeros(2, jnp.int32), jnp.ones(2))
+    settings = RowSampling(keys, jnp.ones(2), *cuts)
     noise = gumbel(settings, jnp.array([[5, 6], [6, 5]]), TOKEN, 4)
     swapped = jax.tree.map(lambda x: x[::-1], settings)
     again = gumbel(swapped, jnp.array([[5, 6], [6, 5]]), TOKEN, 4)
@@ -152,15 +284,11 @@ def texts_of_sampled_children(batch_size):
     return sampled_texts(parse_tree("paper25"), sampling, random_head(), batch_size)
 
 
-def test_sampled_children_give_a_row_the_same_text_in_any_batch():
-    assert texts_of_sampled_children(1) == texts_of_sampled_children(4)
-
-
-def test_a_greedy_row_in_a_sampling_batch_is_greedy():
+def test_sampled_children_give_a_row_the_same_text_in_any_batch_and_greedy_rows_plain_text():
     mixed = texts_of_sampled_children(4)
-    engine = Engine(TINY, None, TreeConfig.root_only())
-    greedy = decode_all(engine, random_base(), None, random_prompts(6, seed=2), 20)
-    assert mixed[::2] == [row.output_ids for row in greedy[::2]]
+    assert texts_of_sampled_children(1) == mixed
+    greedy = decoded(None, "none", random_prompts(6, seed=2), 20, batch_size=1)
+    assert mixed[::2] == texts_of(greedy[::2])
 
 
 def test_plain_decoding_draws_whatever_the_rule_for_drafts():
@@ -200,6 +328,8 @@ def test_a_request_that_the_rules_do_not_allow_is_refused(request_, sampling, me
     engine = Engine(TINY, None, TreeConfig.root_only(), sampling)
     with pytest.raises(UserError, match=message):
         engine.check(Request(0, [1], 5, **request_))
+    with pytest.raises(UserError, match="must lie in 0"):
+        Engine(TINY, None, TreeConfig.root_only(), seed=2**32)
 
 
 @pytest.mark.parametrize(
@@ -217,37 +347,20 @@ def test_params_without_a_distribution_are_refused(params, message):
         SamplingParams(**params)
 
 
-def test_a_seed_that_jax_would_cut_is_refused():
-    with pytest.raises(UserError, match="must lie in 0"):
-        Engine(TINY, None, TreeConfig.root_only(), seed=2**32)
-
-
-def test_a_top_p_next_to_nothing_keeps_the_most_probable_token():
-    warped = warp(jnp.array([[[0.5, 2.0, 1.0]]]), rows(1.0, top_p=1e-50), truncate=True)
-    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 0.0, -np.inf])
-
-
-def test_a_tree_that_passes_over_a_draw_is_refused():
-    gapped = TreeConfig("gapped", ((0,), (2,)))
+def test_what_cannot_be_drawn_is_refused():
+    gapped, wide = TreeConfig("gapped", ((0,), (2,))), TreeConfig("wide", ((96,),))
     with pytest.raises(ValueError, match="no draw may be passed over"):
         StepConfig(TINY, random_head()[0], gapped, SamplingConfig("lossless", "sampled"))
-
-
-def test_a_tree_wider_than_the_vocabulary_is_refused():
-    wide = TreeConfig("wide", ((96,),))
     with pytest.raises(ValueError, match="97 children of a node and the draft's vocabulary has 96"):
         StepConfig(TINY, random_head()[0], wide)
+    with pytest.raises(ValueError, match="'sampled' needs verify 'lossless'"):
+        SamplingConfig("typical", "sampled")
 
 
 def test_more_children_than_the_usual_support_can_be_sampled():
     wide = TreeConfig("wide", (*((i,) for i in range(20)), (0, 0)))
     sampling = SamplingConfig("lossless", "sampled", truncate=True)
     assert len(sampled_texts(wide, sampling, random_head(), 2)) == 6
-
-
-def test_sampled_children_need_the_lossless_rule():
-    with pytest.raises(ValueError, match="'sampled' needs verify 'lossless'"):
-        SamplingConfig("typical", "sampled")
 
 
 def requests(**changes):
@@ -285,7 +398,7 @@ def test_greedy_text_is_the_argmax_of_biased_logits(rules):
     sampling = SamplingConfig(rules, biased=True)
     engine = Engine(TINY, random_head()[0], SMALL_TREE, sampling, batch_size=3)
     rows = decode(engine, requests())
-    assert [row.output_ids for row in rows] == [slow(request) for request in requests()]
+    assert texts_of(rows) == [slow(request) for request in requests()]
     # The first EOS stands where it may, right behind the least length.
     assert [len(row.output_ids) for row in rows[:2]] == [10, 15]
     assert [row.finish_reason for row in rows[:2]] == ["eos", "eos"]
@@ -300,8 +413,8 @@ def test_drawn_text_is_plain_decoding_s(tree):
     asked = requests(params=SamplingParams(temperature=1.0, top_p=0.9))
     plain = Engine(TINY, None, TreeConfig.root_only(), sampling, batch_size=5)
     engine = Engine(TINY, random_head()[0], parse_tree(tree), sampling, batch_size=2)
-    texts = [row.output_ids for row in decode(engine, asked)]
-    assert texts == [row.output_ids for row in decode(plain, asked)]
+    texts = texts_of(decode(engine, asked))
+    assert texts == texts_of(decode(plain, asked))
     assert all(EOS not in text[:least] for text, least in zip(texts, LEAST, strict=False))
     assert 11 not in texts[2]
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import Grower, ancestor_mask, draft_adaptive, node_depth
@@ -24,7 +23,7 @@ from clover_jax.decoding.tree_config import (
 )
 from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
-from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decoded, random_base, random_head, random_prompts, texts_of
 
 
 @st.composite
@@ -36,32 +35,24 @@ def parent_rows(draw, batch=2, slots=9):
     return np.array(rows, np.int32)
 
 
-def test_paper25_is_the_tree_of_the_release():
+def test_paper25_is_the_tree_of_the_release_and_a_chain_is_one_path():
     tree = parse_tree("paper25")
     per_level = [len(level.rank) for level in tree.levels()]
     expanded = [1, *(level.expanded.size for level in tree.levels())]
     assert (tree.num_nodes, tree.depth) == (25, 5)
     assert per_level == [4, 8, 8, 3, 2]
     assert expanded == [1, 4, 4, 1, 1, 0]
-
-
-def test_a_chain_is_one_path():
     np.testing.assert_array_equal(parse_tree("chain:3").parents(), [-1, 0, 1, 2])
 
 
-def test_a_file_holds_rank_paths_in_any_order(tmp_path):
+def test_a_file_holds_rank_paths_in_any_order_and_a_portable_name_holds_them_too(tmp_path):
     path = tmp_path / "tree.json"
     path.write_text(json.dumps([[0, 2], [1], [0]]))
     tree = parse_tree(f"file:{path}")
     assert tree.paths == ((0,), (1,), (0, 2))
     np.testing.assert_array_equal(tree.parents(), [-1, 0, 0, 1])
-
-
-def test_a_portable_name_holds_the_paths_of_a_file(tmp_path):
-    (tmp_path / "a.json").write_text("[[0], [0, 2]]")
-    tree = parse_tree(f"file:{tmp_path / 'a.json'}")
-    assert portable_name(tree) == "paths:0/0.2"
-    assert parse_tree("paths:0/0.2").paths == tree.paths
+    assert portable_name(tree) == "paths:0/1/0.2"
+    assert parse_tree("paths:0/1/0.2").paths == tree.paths
     assert portable_name(parse_tree("dynamic:9")) == "dynamic:9"
 
 
@@ -88,14 +79,10 @@ def test_a_wrong_name_says_what_would_be_right(name, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "JSON list of rank paths"),
         ("[[0, 1]]", r"path \[0, 1\] needs its parent \[0\]"),
         ("[[0], [0]]", "lists a path twice"),
         ("[[-1]]", "ranks from 0 on"),
-        ("7", "JSON list of rank paths"),
-        ("[]", "JSON list of rank paths"),
-        ("[[0.5]]", "JSON list of rank paths"),
-        ("[[true]]", "JSON list of rank paths"),
+        *((text, "JSON list of rank paths") for text in ("{", "7", "[]", "[[0.5]]", "[[true]]")),
         ('["0"]', "JSON list of rank paths"),
     ],
 )
@@ -106,9 +93,9 @@ def test_a_broken_tree_file_is_named_with_its_fault(tmp_path, content, message):
         parse_tree(f"file:{path}")
 
 
-def test_a_tree_survives_its_json():
-    tree = parse_tree("paper25")
-    assert TreeConfig.from_dict(tree.to_dict()) == tree
+def test_trees_survive_their_json():
+    for kind, name in ((TreeConfig, "paper25"), (AdaptiveTree, "dynamic:9:4:3")):
+        assert kind.from_dict(parse_tree(name).to_dict()) == parse_tree(name)
 
 
 def test_ancestor_mask_of_the_docstring():
@@ -263,23 +250,13 @@ def test_clover4_spends_four_nodes_on_the_most_probable(hot):
     ],
 )
 def test_text_equals_plain_text(name, batch_size, verify):
-    head, draft_params = random_head()
-    prompts = random_prompts(30, seed=11)
-    plain = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
-    expected = [row.output_ids for row in decode_all(plain, random_base(), None, prompts, 20)]
-    engine = Engine(TINY, head, parse_tree(name), SamplingConfig(verify), batch_size=batch_size)
-    rows = decode_all(engine, random_base(), draft_params, prompts, 20)
-    assert [row.output_ids for row in rows] == expected
+    prompts, how = random_prompts(30, seed=11), {"sampling": SamplingConfig(verify)}
+    rows = decoded(random_head(), name, prompts, 20, batch_size=batch_size, **how)
+    assert texts_of(rows) == texts_of(decoded(None, "none", prompts, 20))
     assert max(max(row.accepted) for row in rows) >= 1
 
 
 def test_sampled_children_are_refused():
+    sampled = SamplingConfig("lossless", "sampled")
     with pytest.raises(ValueError, match="chosen by probability, so its children are no draws"):
-        StepConfig(
-            TINY, random_head()[0], parse_tree("dynamic:9"), SamplingConfig("lossless", "sampled")
-        )
-
-
-def test_an_adaptive_tree_survives_its_json():
-    tree = parse_tree("dynamic:9:4:3")
-    assert AdaptiveTree.from_dict(tree.to_dict()) == tree
+        StepConfig(TINY, random_head()[0], parse_tree("dynamic:9"), sampled)

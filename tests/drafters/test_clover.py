@@ -1,21 +1,24 @@
-"""Clover against its equations, and what its ablations leave."""
+"""Clover against its equations, what its ablations leave, and bases of wide attention."""
 
 import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.clover2 import check_exportable
 from clover_jax.drafters import registry
-from clover_jax.drafters.attention_decoder import AttentionDecoder
+from clover_jax.drafters.attention_decoder import AttentionDecoder, split_width
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.tokens import extend, shift_left, window
+from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import DecoderLayer, causal_mask
 from clover_jax.models.layers import rms_norm
+from clover_jax.training.teacher import teach
+from tests.foreign_heads import read_reference
 from tests.tiny_models import TINY, init_head, lively_params, random_base, random_head
 
 SIZE = 9
@@ -78,9 +81,7 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
 
 
 def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(
-        ValueError, match=re.escape("decoder_heads (5) must divide hidden_size (32)")
-    ):
+    with pytest.raises(ValueError, match=r"decoder_heads \(5\) must divide hidden_size \(32\)"):
         registry.config_for_base("clover", TINY, decoder_heads=5)
 
 
@@ -89,39 +90,23 @@ def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final
     params = lively_params(name="clover-bare")
     assert set(params) == {"heads", "output_norm", "state_size"}
     medusa, _ = random_head(name="medusa-shared")
-    positions = {
-        i: medusa.module.apply(
-            {"params": _five(params)},
-            None,
-            features,
-            Batch(tokens, tokens, tokens, tokens > 0),
-            None,
-            method="train_forward",
-        )[i]
-        for i in range(3)
-    }
+    # Clover's three residual blocks, and the two more that Medusa has.
+    blocks = {"heads": jax.tree.map(lambda x: jnp.concatenate([x, x[:2]]), params["heads"])}
+    batch = Batch(tokens, tokens, tokens, tokens > 0)
+    arguments = {"params": blocks}, None, features, batch, None
+    positions = medusa.module.apply(*arguments, method="train_forward")
     bare = train_forward("clover-bare", params, features, tokens, unit_states=False)
     scale = params["output_norm"]["scale"]
-    for i, u in positions.items():
+    for i, u in enumerate(positions[:3]):
         np.testing.assert_allclose(bare[i], rms_norm(u, scale, TINY.rms_norm_eps), atol=1e-5)
-
-
-def _five(params):
-    """Give Clover's three residual blocks the two more that Medusa has."""
-    return {"heads": jax.tree.map(lambda x: jnp.concatenate([x, x[:2]]), params["heads"])}
 
 
 def test_medusa_starts_as_the_base_itself():
     head, params = random_head(name="medusa")
     features, tokens = random_text()
-    hidden = head.module.apply(
-        {"params": params},
-        None,
-        features,
-        Batch(tokens, tokens, tokens, tokens > 0),
-        None,
-        method="train_forward",
-    )
+    batch = Batch(tokens, tokens, tokens, tokens > 0)
+    arguments = {"params": params}, None, features, batch, None
+    hidden = head.module.apply(*arguments, method="train_forward")
     frozen = frozen_from_base(random_base())
     np.testing.assert_array_equal(hidden, jnp.broadcast_to(features, hidden.shape))
     for i in range(5):
@@ -151,14 +136,10 @@ def test_a_head_from_before_it_had_a_norm_of_its_own_starts_as_its_augmenting_bl
     np.testing.assert_allclose(found, jnp.broadcast_to(expected, found.shape), atol=1e-5)
 
 
-def test_an_attention_decoder_without_bias_has_none():
-    x = jnp.ones((1, TINY.hidden_size))
-    params = AttentionDecoder(TINY.layer, bias=False).init(jax.random.key(0), x, x)["params"]
-    assert set(params) == {"norm", "query", "key_value"}
-
-
-def test_an_attention_decoders_silu_is_on_what_it_adds_and_can_be_left_out():
+def test_an_attention_decoder_may_have_no_bias_and_its_silu_is_on_what_it_adds():
     x, e = 3 * random_text()[0]
+    bare = AttentionDecoder(TINY.layer, bias=False).init(jax.random.key(0), x, e)["params"]
+    assert set(bare) == {"norm", "query", "key_value"}
     params = AttentionDecoder(TINY.layer).init(jax.random.key(0), x, e)
     added = {
         silu_too: AttentionDecoder(TINY.layer, silu=silu_too).apply(params, x, e) - x
@@ -170,7 +151,73 @@ def test_an_attention_decoders_silu_is_on_what_it_adds_and_can_be_left_out():
     assert not registry.config_for_base("clover", TINY, decoder_silu=False).decoder_silu
 
 
+CLOSE = {"atol": 1e-4, "rtol": 0}
+
+
+@pytest.fixture(scope="module")
+def release(fixtures_dir):
+    """The release's head and numbers, and a function that calls methods of the head."""
+    base, draft, batch, expected = read_reference(fixtures_dir / "clover2_reference", "clover2")
+    features = teach(base.config, base.params, draft.head.config.features, batch).features
+    apply = functools.partial(draft.head.module.apply, {"params": draft.params})
+    call = functools.partial(apply, frozen_from_base(base.params))
+    return draft.head.config, batch, features, expected, call
+
+
+def test_the_trunk_is_the_release_s(release):
+    config, batch, features, expected, call = release
+    assert (config.num_positions, config.num_augmenting_layers) == (5, 2)
+    assert (config.loss.regression, config.loss.soft_ce, config.loss.decay) == (10.0, 1.0, 0.7)
+    assert config.layer.rope.theta == 10_000.0
+    shifted, mask = shift_left(batch.tokens, 1), causal_mask(*batch.tokens.shape)
+    np.testing.assert_array_equal(shifted, expected["shifted_ids"])
+    trunk, _ = call(features, shifted, batch.positions, mask, None, None, method="_trunk")
+    np.testing.assert_allclose(trunk, expected["clover2_trunk"], **CLOSE)
+
+
+def test_states_and_logits_are_the_release_s(release):
+    _, batch, features, expected, call = release
+    states = call(features, batch, None, method="train_forward")
+    for position in range(5):
+        # The reference pads the last `position` ones by zeros.
+        valid = states.shape[2] - position
+        found, wanted = states[position, :, :valid], expected["clover2_states"][position, :, :valid]
+        np.testing.assert_allclose(found, wanted, **CLOSE)
+        logits = call(found, position, method="logits")
+        wanted = expected["clover2_logits"][position, :, :valid]
+        np.testing.assert_allclose(logits, wanted, **CLOSE)
+
+
 def test_shift_left_and_its_window_give_the_docstrings_examples():
     tokens = jnp.array([[5, 6, 7]])
     np.testing.assert_array_equal(shift_left(tokens, 1), [[6, 7, 0]])
     np.testing.assert_array_equal(window(extend(tokens, 2), 2, 3), shift_left(tokens, 2))
+
+
+# 8 heads of 8 over a width of 32.
+WIDE = dataclasses.replace(TINY, num_heads=8, num_kv_heads=4)
+
+
+@pytest.mark.parametrize("kind", ["clover", "clover2"])
+def test_a_head_splits_the_width_in_heads_of_the_bases_size(kind):
+    head = registry.head(registry.config_for_base(kind, WIDE))
+    assert split_width(head.config.layer) == (4, 8)
+    params = init_head(head, random_base(WIDE), jax.random.key(0))
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    queries = [leaf for path, leaf in leaves if path[-1].key == "query"]
+    assert queries
+    for query in queries:
+        # The method's start: identity, and a little noise.
+        np.testing.assert_allclose(query.reshape(32, 32), np.eye(32), atol=0.06)
+
+
+def test_a_width_that_heads_do_not_fill_is_refused():
+    odd = dataclasses.replace(TINY, hidden_size=36, head_dim=8)
+    config = registry.config_for_base("clover2", odd)
+    assert config.decoder_heads == 4
+    with pytest.raises(ValueError, match=r"head_dim \(8\) does not divide: set decoder_heads.* 4"):
+        dataclasses.replace(config, decoder_heads=0)
+    # Nor can the official layout hold a head of such a base.
+    config = registry.config_for_base("clover2", WIDE)
+    with pytest.raises(UserError, match=r"width \(32\) in num_heads \(8\) parts, which is not"):
+        check_exportable(config, WIDE)

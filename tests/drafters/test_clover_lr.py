@@ -1,7 +1,6 @@
-"""Clover-LR: its start, its correction, its options."""
+"""Clover-LR: start, correction, options."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -22,24 +21,22 @@ def head_with(**changes):
 
 
 def hidden_states(head, params, batch):
-    """Return what training sees, and the base's matrices."""
+    """Return what training sees."""
     base_params = with_draft_rows(random_base(), head.config)
-    teacher = teach(TINY, base_params, head.config.features, batch)
-    frozen = frozen_from_base(base_params)
-    inputs = (frozen, teacher.features, batch, None)
-    apply = functools.partial(head.module.apply, {"params": params}, method="train_forward")
-    return apply(*inputs), frozen
+    features = teach(TINY, base_params, head.config.features, batch).features
+    arguments = {"params": params}, frozen_from_base(base_params), features, batch, None
+    return head.module.apply(*arguments, method="train_forward")
 
 
 def test_it_begins_without_a_correction_and_with_the_last_state_alone():
     head, params = random_head(name="clover_lr")
-    hidden, _ = hidden_states(head, params, random_batch())
+    hidden = hidden_states(head, params, random_batch())
     width = TINY.hidden_size
     assert not hidden[..., width:].any()
     assert not params["fuse"].any()
     only_last = head_with(features=("pre_norm",))
     fewer = {name: leaf for name, leaf in params.items() if name != "fuse"}
-    alone, _ = hidden_states(only_last, fewer, random_batch())
+    alone = hidden_states(only_last, fewer, random_batch())
     np.testing.assert_allclose(hidden, alone, atol=1e-6)
 
 
@@ -95,13 +92,11 @@ def test_the_trunk_begins_as_the_last_layers_one_each():
     assert all(layers[f"augmenting_{i}"] is base[name] for i, name in enumerate(expected))
 
 
-@pytest.mark.parametrize("count", [0, -3, TINY.num_layers + 1])
-def test_more_or_fewer_states_than_the_base_has_are_refused(count):
-    with pytest.raises(ValueError, match=rf"num_features \({count}\) must lie between 1 and .* 3"):
-        registry.config_for_base("clover_lr", TINY, num_features=count)
-
-
-def test_a_shallow_base_gives_each_of_its_states_once():
+def test_a_shallow_base_gives_each_of_its_states_once_and_no_more_can_be_asked_for():
     shallow = dataclasses.replace(TINY, num_layers=2)
     config = registry.config_for_base("clover_lr", shallow)
     assert config.features == ("layer_1", "pre_norm")
+    for count in (0, -3, TINY.num_layers + 1):
+        message = rf"num_features \({count}\) must lie between 1 and .* 3"
+        with pytest.raises(ValueError, match=message):
+            registry.config_for_base("clover_lr", TINY, num_features=count)

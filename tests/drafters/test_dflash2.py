@@ -9,16 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.loading import load_base
-from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters import registry
 from clover_jax.drafters.block_layer import _placed, _repeated
 from clover_jax.drafters.dflash2 import feature_layers
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
-from clover_jax.models.batch import Batch
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.pairs import sample_anchors
 from clover_jax.training.teacher import teach
+from tests.foreign_heads import read_reference
 from tests.tiny_models import TINY, random_base, random_head
 from tests.training.training_data import random_batch
 
@@ -27,35 +25,21 @@ CLOSE = {"atol": 1e-4, "rtol": 0}
 
 @pytest.fixture(scope="module")
 def reference(fixtures_dir):
-    folder = fixtures_dir / "dflash2_reference"
-    base = load_base(str(folder / "base"))
-    draft = load_draft(folder / "dflash2", base)
-    return base, draft.head, draft.params, np.load(folder / "expected.npz")
+    base, draft, batch, expected = read_reference(fixtures_dir / "dflash2_reference", "dflash2")
+    return base, draft.head, draft.params, batch, expected
 
 
-@pytest.fixture(scope="module")
-def batch(reference):
-    expected = reference[-1]
-    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
-    return Batch(
-        tokens=tokens,
-        segment_ids=jnp.ones_like(tokens),
-        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-        loss_mask=jnp.asarray(expected["loss_mask"] > 0),
-    )
-
-
-def test_features_are_those_of_the_reference(reference, batch):
-    base, head, _, expected = reference
+def test_features_are_those_of_the_reference(reference):
+    base, head, _, batch, expected = reference
     assert head.config.features == ("layer_2", "layer_4", "layer_6") == feature_layers(8, 3)
     features = teach(base.config, base.params, head.config.features, batch).features
     np.testing.assert_allclose(features, expected["features"], **CLOSE)
 
 
 @pytest.fixture(scope="module")
-def trained(reference, batch):
+def trained(reference):
     """The states of training at every position: [P, B, S, D + r]."""
-    base, head, params, expected = reference
+    base, head, params, batch, expected = reference
     forward = jax.jit(functools.partial(head.module.apply, method="train_forward"))
     frozen = frozen_from_base(base.params)
     return forward({"params": params}, frozen, expected["features"], batch, None)
@@ -63,7 +47,7 @@ def trained(reference, batch):
 
 @pytest.mark.parametrize("anchor", [1, 7, 16])
 def test_states_logits_and_pair_scores_of_training(reference, trained, anchor):
-    base, head, params, expected = reference
+    base, head, params, _, expected = reference
     frozen, width = frozen_from_base(base.params), head.config.layer.hidden_size
     # A block belongs to the position before its anchor.
     hidden = jnp.moveaxis(trained[:, :, anchor - 1], 0, 1)
@@ -82,9 +66,9 @@ GAMMA = 3  # of the reference
 
 
 @pytest.fixture(scope="module")
-def at_anchors(reference, batch):
+def at_anchors(reference):
     """Return functions from params to the states at the reference's anchors and to their loss."""
-    base, head, _, expected = reference
+    base, head, _, batch, expected = reference
     loss = dataclasses.replace(head.config.loss, decay=math.exp(-1 / GAMMA))
     head = registry.head(dataclasses.replace(head.config, loss=loss))
     frozen = frozen_from_base(base.params)
@@ -103,7 +87,7 @@ def at_anchors(reference, batch):
 
 
 def test_losses_at_anchors(reference, at_anchors):
-    _, head, params, expected = reference
+    _, head, params, _, expected = reference
     loss, parts = jax.jit(at_anchors[1])(params)
     np.testing.assert_allclose(loss, expected["loss"], **CLOSE)
     base_loss = (np.exp(-np.arange(head.config.num_positions) / GAMMA) * parts.terms.hard_ce).sum()
@@ -133,7 +117,7 @@ def test_a_selector_that_never_has_the_true_token_among_its_candidates_has_no_lo
 
 
 def test_the_chunked_loss_has_the_gradient_of_plain_autodiff(reference, at_anchors):
-    base, head, params, expected = reference
+    base, head, params, _, expected = reference
     states, losses = at_anchors
     lm_head, width = frozen_from_base(base.params).lm_head, head.config.layer.hidden_size
     place = expected["anchors"] + np.arange(1, 6)[:, None, None]  # [P, B, M]
@@ -162,7 +146,7 @@ def test_the_chunked_loss_has_the_gradient_of_plain_autodiff(reference, at_ancho
 
 @pytest.mark.parametrize("anchor", [1, 7, 16])
 def test_candidates_walk_and_pair_scores_of_drafting(reference, anchor):
-    base, head, params, expected = reference
+    base, head, params, _, expected = reference
     tokens, features = (jnp.asarray(expected[name]) for name in ("input_ids", "features"))
     apply = functools.partial(head.module.apply, {"params": params}, frozen_from_base(base.params))
 
@@ -170,12 +154,10 @@ def test_candidates_walk_and_pair_scores_of_drafting(reference, anchor):
     cache, start = head.module.init_cache(2, 32, jnp.float32), jnp.zeros(2, jnp.int32)
     for begin, end, size in [(0, anchor // 2, anchor // 2), (anchor // 2, anchor, 9)]:
         if size:
-            read, following = (
-                x[:, i : i + size] for x, i in ((features, begin), (tokens, begin + 1))
-            )
-            accepted = AcceptedPositions(
-                read, following, start + begin, start + end - begin, tokens
-            )
+            read = features[:, begin : begin + size]
+            following = tokens[:, begin + 1 : begin + 1 + size]
+            counts = start + begin, start + end - begin
+            accepted = AcceptedPositions(read, following, *counts, tokens)
             state, cache = apply(accepted, cache, method="absorb")
     np.testing.assert_array_equal(state.ids, expected[f"block{anchor}_candidates"])
 
@@ -213,10 +195,9 @@ def test_without_selector_and_convolution_all_branches_have_the_same_candidates(
     frozen, features = frozen_from_base(random_base()), jnp.ones((1, 4, len(config.features) * 32))
     start, tokens = jnp.zeros(1, jnp.int32), jnp.arange(4)[None]
     accepted = AcceptedPositions(features, tokens, start, start + 4, tokens)
+    cache = module.init_cache(1, 8, jnp.float32)
     states = [
-        each.apply(
-            {"params": own}, frozen, accepted, each.init_cache(1, 8, jnp.float32), method="absorb"
-        )[0]
+        each.apply({"params": own}, frozen, accepted, cache, method="absorb")[0]
         for each, own in ((head.module, params), (module, plain))
     ]
     np.testing.assert_array_equal(states[0].ids, states[1].ids)
@@ -239,14 +220,8 @@ def test_impossible_heads_are_refused(options, message):
         registry.config_for_base("dflash2", TINY, **options)
 
 
-@pytest.mark.parametrize(
-    ("num_layers", "count", "names"),
-    [
-        (36, 5, ("layer_2", "layer_10", "layer_18", "layer_26", "layer_34")),
-        (32, 1, ("layer_17",)),
-        (3, 2, ("layer_1", "pre_norm")),
-        (1, 1, ("pre_norm",)),
-    ],
-)
-def test_what_it_reads_of_a_base(num_layers, count, names):
-    assert feature_layers(num_layers, count) == names
+def test_what_it_reads_of_a_base():
+    assert feature_layers(36, 5) == tuple(f"layer_{i}" for i in (2, 10, 18, 26, 34))
+    assert feature_layers(32, 1) == ("layer_17",)
+    assert feature_layers(3, 2) == ("layer_1", "pre_norm")
+    assert feature_layers(1, 1) == ("pre_norm",)

@@ -11,38 +11,35 @@ import numpy as np
 import pytest
 
 from clover_jax import api
-from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, make_train_step
 from tests.conftest import REPOSITORY
 from tests.tiny_folders import save_tiny_base
-from tests.tiny_models import TINY, decode_all, init_head, random_base, random_prompts
+from tests.tiny_models import TINY, decoded, init_head, random_base, random_prompts, texts_of
 from tests.training.training_data import random_batch
 
 PAGE = REPOSITORY / "clover_jax" / "drafters" / "README.md"
 NAME = "clover_jax.drafters.bigram"
 
 
+SOURCE = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+
+
 @pytest.fixture
 def head(monkeypatch):
     """The page's head, made by name."""
-    source = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
     module = types.ModuleType(NAME)
     monkeypatch.setitem(sys.modules, NAME, module)
-    exec(compile(source, str(PAGE), "exec"), module.__dict__)
+    exec(compile(SOURCE, str(PAGE), "exec"), module.__dict__)
     monkeypatch.setitem(registry.DRAFTERS, "bigram", ("bigram", "BigramConfig", "Bigram"))
     return registry.head(registry.config_for_base("bigram", TINY, num_positions=3, gain=2.0))
 
 
-def test_it_has_the_options_of_its_config(head):
+def test_it_has_the_options_of_its_config_and_drafts_what_it_was_trained_to_draft(head):
     assert registry.plain_options("bigram") == {"num_positions": int, "gain": float}
     assert head.config.gain == 2.0
-
-
-def test_it_drafts_what_it_was_trained_to_draft(head):
     params = init_head(head, random_base(), jax.random.key(0))
     frozen, batch = frozen_from_base(random_base()), random_batch()
     features = jax.random.normal(jax.random.key(1), (*batch.tokens.shape, TINY.hidden_size))
@@ -75,35 +72,25 @@ def test_a_training_step_lowers_its_loss(head):
 
 def test_its_text_is_plain_decoding_s(head):
     params = init_head(head, random_base(), jax.random.key(0))
-    prompts = random_prompts(2)
-    tree = parse_tree("paths:0/1/0.0/1.0")
-    drafted = decode_all(Engine(TINY, head, tree, batch_size=2), random_base(), params, prompts, 12)
-    plain = Engine(TINY, None, parse_tree("none"), batch_size=2)
-    expected = decode_all(plain, random_base(), None, prompts, 12)
-    assert [row.output_ids for row in drafted] == [row.output_ids for row in expected]
+    drafted = decoded((head, params), "paths:0/1/0.0/1.0", random_prompts(2), 12, batch_size=2)
+    assert texts_of(drafted) == texts_of(decoded(None, "none", random_prompts(2), 12, batch_size=2))
 
 
 def test_it_is_trained_and_read_again_from_a_file_of_its_own(tmp_path, monkeypatch):
     path = tmp_path / "my_head.py"
-    path.write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
+    path.write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     base = save_tiny_base(tmp_path / "base")
     (tmp_path / "some.jsonl").write_text((json.dumps({"text": "some text " * 20}) + "\n") * 40)
     settings = {"data": "some.jsonl", "base": str(base), "seq_len": 32, "batch_size": 2}
-    report = api.train(
-        "w", drafter="my_head.py:Bigram", drafter_options="gain=2", steps=2, **settings
-    )
+    settings |= {"drafter": "my_head.py:Bigram", "drafter_options": "gain=2"}
+    report = api.train("w", steps=2, **settings)
     models = api.load_base(base)
     loaded = api.load_draft(models, report["draft"])
     assert (loaded.draft.head.config.kind, loaded.draft.head.config.gain) == (f"{path}:Bigram", 2)
     pieces = [list(api.generate(one, "ab", max_new_tokens=8)) for one in (models, loaded)]
     assert "".join(p.text for p in pieces[0]) == "".join(p.text for p in pieces[1])
-    assert (
-        api.train("w", drafter="my_head.py:Bigram", drafter_options="gain=2", steps=3, **settings)[
-            "steps"
-        ]
-        == 3
-    )
+    assert api.train("w", steps=3, **settings)["steps"] == 3
 
     # A process whose user has not named the file refuses to run it.
     monkeypatch.setattr(registry, "_FILES", set())
@@ -113,16 +100,13 @@ def test_it_is_trained_and_read_again_from_a_file_of_its_own(tmp_path, monkeypat
     api.load_draft(models, report["draft"])
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("nothing.py:Bigram", "there is no such file"),
-        ("my_head.py:Trigram", "has no class 'Trigram' that extends Drafter"),
-        ("my_head:Bigram", "or FILE.py:CLASS"),
-    ],
-)
-def test_a_file_without_the_head_is_named(tmp_path, monkeypatch, name, message):
+def test_a_file_without_the_head_is_named(tmp_path, monkeypatch):
     (tmp_path / "my_head.py").write_text("class Bigram:\n    pass\n")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=message):
-        registry.config_for_base(name, TINY)
+    for name, message in {
+        "nothing.py:Bigram": "there is no such file",
+        "my_head.py:Trigram": "has no class 'Trigram' that extends Drafter",
+        "my_head:Bigram": "or FILE.py:CLASS",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            registry.config_for_base(name, TINY)

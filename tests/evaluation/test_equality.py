@@ -1,6 +1,9 @@
-"""Texts against plain decoding, near-ties; teacher-forced accuracy against loops."""
+"""Texts against plain decoding, near-ties, teacher-forced accuracy; on meshes as on one device."""
 
 import dataclasses
+import functools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +11,13 @@ import numpy as np
 import pytest
 
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy, equality
@@ -25,9 +31,16 @@ from clover_jax.evaluation.equality import (
 )
 from clover_jax.evaluation.plan import Method
 from clover_jax.evaluation.rows import TurnRow
+from clover_jax.evaluation.targets import find_devices, parse_target
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.models.meshes import MeshShape, make_mesh
+from clover_jax.models.placement import (
+    decode_state_shardings,
+    param_shardings,
+    replicated,
+    with_shardings,
+)
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 
@@ -43,18 +56,14 @@ def test_the_first_difference_of_a_row_counts():
     assert found == [Divergence(3, turn=1, position=1, expected=5, found=4)]
     (ended,) = compare_rows(row([1]), row([1, 2]))
     assert (ended.position, ended.expected, ended.found) == (1, 2, None)
+    assert Divergence(0, 0, 0, 1, 2).kind == MISMATCH, "what was not judged is a mismatch"
 
 
 def test_a_row_without_text_is_not_compared():
     failed = {"index": 0, "error": "bad"}
     comparisons = [compare_rows(failed, row([1])), compare_rows(row([1]), row([1]))]
-    assert summarize(comparisons, []) == {
-        "compared": 1,
-        "equal": 1,
-        "near_ties": 0,
-        "mismatches": 0,
-        "not_compared": 1,
-    }
+    found = {"compared": 1, "equal": 1, "near_ties": 0, "mismatches": 0, "not_compared": 1}
+    assert summarize(comparisons, []) == found
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +100,13 @@ def test_another_token_of_the_same_score_is_a_near_tie_and_any_other_a_mismatch(
 
 def test_a_sampled_token_was_the_best_of_its_noisy_scores(twins):
     # With noise of their own the twins differ, so only the very token has no gap.
-    request = Request(0, random_prompts(1, seed=2)[0], 8, params=SamplingParams(1.0), seed=4)
+    hot = Request(0, random_prompts(1, seed=2)[0], 8, params=SamplingParams(1.0), seed=4)
     sampling = SamplingConfig("lossless")
-    same = classified(twins, sampling, request, lambda token: token)
-    assert same.gap == 0
-    assert classified(twins, sampling, request, lambda token: token ^ 1).gap > 0
-
-
-def test_a_row_at_temperature_0_is_judged_by_its_logits_in_a_sampled_run_too(twins):
-    request = Request(0, random_prompts(1, seed=2)[0], 8)
-    tie = classified(twins, SamplingConfig("lossless"), request, lambda token: token ^ 1)
+    assert classified(twins, sampling, hot, lambda token: token).gap == 0
+    assert classified(twins, sampling, hot, lambda token: token ^ 1).gap > 0
+    # A row at temperature 0 is judged by its logits in a sampled run too.
+    cold = Request(0, random_prompts(1, seed=2)[0], 8)
+    tie = classified(twins, sampling, cold, lambda token: token ^ 1)
     assert (tie.kind, tie.gap) == (NEAR_TIE, 0)
     assert tie.threshold < 1e-3
 
@@ -158,10 +164,6 @@ def test_the_program_knows_the_mesh(twins, logits_specs):
     assert None not in logits_specs
 
 
-def test_a_divergence_that_was_not_judged_is_a_mismatch():
-    assert Divergence(0, 0, 0, 1, 2).kind == MISMATCH
-
-
 def turn(prompt_ids, output_ids):
     return TurnRow(prompt_ids, output_ids, accepted=[], proposed=[], ranks=[], num_cut=0)
 
@@ -203,19 +205,15 @@ def _forward(tokens):
     """Return the base's argmax [S] and the head's logits [P, S, V] of a single text."""
     head, params = random_head()
     positions = jnp.arange(tokens.shape[1])[None]
-    output = Decoder(TINY).apply(
-        {"params": random_base()}, tokens, positions, causal_mask(*tokens.shape)
-    )
+    variables, mask = {"params": random_base()}, causal_mask(*tokens.shape)
+    output = Decoder(TINY).apply(variables, tokens, positions, mask)
     frozen = frozen_from_base(random_base())
     best = jnp.argmax(project(frozen.lm_head, output.hidden["post_norm"])[0], axis=-1)
     batch = Batch(tokens, jnp.ones_like(tokens), positions, tokens >= 0)
     arguments = (frozen, output.hidden["pre_norm"], batch, None)
     hidden = head.module.apply({"params": params}, *arguments, method="train_forward")
-    logits = [
-        head.module.apply({"params": params}, frozen, hidden[i, 0], i, method="logits")
-        for i in range(5)
-    ]
-    return best, jnp.stack(logits)
+    apply = functools.partial(head.module.apply, {"params": params}, frozen, method="logits")
+    return best, jnp.stack([apply(hidden[i, 0], i) for i in range(5)])
 
 
 def test_hits_are_those_counted_pair_by_pair(method):
@@ -235,3 +233,106 @@ def test_shares_add_up_over_texts(method):
     assert figures["pairs"] == [8 + 11, 7 + 10, 6 + 9, 5 + 8, 4 + 7]
     assert figures["top_1"][0] == pytest.approx(sum(one.hits[0, 0] for one in found) / 19)
     assert figures["top_1"] <= figures["top_3"] <= figures["top_5"]
+
+
+# Prints, for one device and for each mesh, the hits of two texts and plain decoding's margins.
+MEASURED = """
+import dataclasses, json, sys
+from pathlib import Path
+import jax, numpy as np
+from clover_jax.decoding.requests import Request
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.checkpoints.stored_head import Draft
+from clover_jax.evaluation import accuracy, equality
+from clover_jax.evaluation.equality import read_again
+from clover_jax.evaluation.plan import Method
+from clover_jax.evaluation.rows import TurnRow
+from clover_jax.decoding.models import Models
+from clover_jax.models.meshes import make_mesh, parse_mesh
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.models.placement import param_shardings
+from tests.tiny_models import TINY, lively_params, random_base, random_head
+
+config = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
+texts = np.random.default_rng(0).integers(0, 1024, (4, 30)).tolist()
+for name in ["", *sys.argv[1:]]:
+    mesh = make_mesh(parse_mesh(name, 8)) if name else None
+    put = lambda tree: jax.device_put(tree, param_shardings(tree, mesh)) if mesh else tree
+    base = BaseModel(config, put(random_base(config)), Path("base"), "random")
+    draft = Draft(random_head(config)[0], put(lively_params(config)), None, {}, "a")
+    head = Method("a", Models(base, None, draft, parse_tree("chain:2"), mesh))
+    plain = Method("vanilla", Models(base, None, None, TreeConfig.root_only(), mesh))
+    hits = accuracy.measure(head, [TurnRow(text[:9], text[9:], [], [], [], 0) for text in texts])
+    cases = [equality.Case(Request(0, text[:9], 21), text[9:]) for text in texts]
+    engine = plain.models.engine(4)
+    margins = [one.lead for n in (1, 16) for one in read_again(cases, base.params, engine, n)]
+    margins = np.stack(margins).tolist()
+    print(json.dumps([[found.hits.tolist() for _, found in hits], margins]))
+"""
+
+
+@pytest.mark.slow
+def test_accuracy_and_margins_on_a_mesh_are_those_of_one_device(run_python):
+    meshes = ("data=2,tensor=2", "data=2,fsdp=2,tensor=2")
+    measured_alike(run_python(MEASURED, *meshes, devices=8))
+
+
+def measured_alike(printed):
+    """Hold the hits and margins of each mesh against one device's; return the rest of the rows."""
+    (hits, margins, *_), *others = map(json.loads, printed.splitlines())
+    for other_hits, other_margins, *_ in others:
+        assert other_hits == hits
+        np.testing.assert_allclose(other_margins, margins, rtol=0, atol=1e-4)
+    return [rest for _, _, *rest in others]
+
+
+# The same of a base with experts, and with the most rows of any matrix in accuracy's program.
+WITH_EXPERTS = MEASURED.replace(
+    "num_layers=1)",
+    """num_layers=1, num_experts=8, experts_per_token=2, expert_size=32)
+count, programs = accuracy.count_hits, []
+
+
+def count_hits(*arguments):
+    programs.append(count.lower(*arguments).compile().as_text())
+    return count(*arguments)
+
+
+accuracy.count_hits = count_hits""",
+).replace(
+    "margins]))", 'margins, max(int(n) for n in re.findall(r"\\[(\\d+),\\d+\\]", programs[-1]))]))'
+)
+
+
+@pytest.mark.slow
+def test_experts_are_those_of_a_devices_own_rows(run_python):
+    source = WITH_EXPERTS.replace("import dataclasses, json,", "import dataclasses, json, re,")
+    # 2048 tokens at once, two experts each: of all rows 4096.
+    for (most_rows,) in measured_alike(run_python(source, "data=2,tensor=2", "data=4", devices=8)):
+        assert most_rows <= 2 * 2048 // 2
+
+
+@pytest.mark.aot
+def test_margins_are_taken_where_the_rows_of_a_cache_lie():
+    pytest.importorskip("libtpu")
+    mesh = make_mesh(MeshShape(data=2, tensor=2), find_devices(parse_target("tpu-v6e:2x2"), 4))
+    base = dataclasses.replace(TINY, num_layers=1, hidden_size=512, num_kv_heads=4, head_dim=128)
+    config = StepConfig(base, None, TreeConfig.root_only(), SamplingConfig("greedy"))
+
+    # The arguments that `read_again` passes to its program.
+    state = jax.eval_shape(lambda: empty_state(base, None, config.tree, 4, 1024, 4, jnp.bfloat16))
+    state = with_shardings(state, decode_state_shardings(state, mesh))
+    params = base_shapes(base, jnp.bfloat16)
+    weights = Weights(with_shardings(params, param_shardings(params, mesh)), {})
+    whole = functools.partial(jax.ShapeDtypeStruct, sharding=replicated(mesh))
+    text, other = whole((4, 1024), jnp.int32), whole((4, 32), jnp.int32)
+    given = equality.Text(weights, state.replace(cache=()), text, other)
+    found = equality.Scores(*[whole(other.shape, jnp.float32)] * 2)
+
+    add = jax.jit(functools.partial(equality.add_scores, config, 1), donate_argnums=1)
+    with jax.set_mesh(mesh):
+        lowered = add.lower(given, (state.cache, found), whole((), jnp.int32))
+    program = lowered.compile().as_text()
+    assert "all-reduce" in program
+    assert "collective-permute" not in program  # rows of other devices
+    assert not re.search(r"\[[\d,]*1024,128\]\S* copy\(", program)

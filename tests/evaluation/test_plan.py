@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clover_jax import cli, evaluate
+from clover_jax import evaluate
 from clover_jax.data.prompts import BadPrompt, parse_prompt
 from clover_jax.decoding import race
 from clover_jax.decoding.models import TREES, Models, identity_of
@@ -32,6 +32,7 @@ from clover_jax.evaluation.plan import (
 from clover_jax.evaluation.run import make_plan
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh
 from clover_jax.runtime.row_writer import manifest_path
+from tests.conftest import run_command
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 MT_BENCH = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"]
@@ -46,22 +47,15 @@ def test_the_drafts_of_the_example():
     assert choices == [DraftChoice("a", "x", None), DraftChoice("b", "y", "chain:4")]
 
 
-def test_one_tree_is_for_all_and_no_drafts_are_allowed():
+def test_one_tree_is_for_all_and_a_draft_without_a_name_takes_its_folder_s():
     assert [choice.tree for choice in parse_drafts("a=x, b=y", "paper25")] == ["paper25"] * 2
     assert parse_drafts("", None) == []
-
-
-def test_a_draft_without_a_name_takes_its_folder_s():
     choices = parse_drafts("runs/eagle,b=runs/eagle", None)
     assert [(c.name, c.source) for c in choices] == [("eagle", "runs/eagle"), ("b", "runs/eagle")]
-
-
-def test_the_same_draft_is_measured_with_several_trees():
-    choices = parse_drafts("small=x,large=x", "small=chain:4,large=paper25")
-    assert [(c.name, c.source, c.tree) for c in choices] == [
-        ("small", "x", "chain:4"),
-        ("large", "x", "paper25"),
-    ]
+    # The same draft may be measured with several trees.
+    small, large = parse_drafts("small=x,large=x", "small=chain:4,large=paper25")
+    assert small == DraftChoice("small", "x", "chain:4")
+    assert large == DraftChoice("large", "x", "paper25")
 
 
 @pytest.mark.parametrize(
@@ -99,10 +93,9 @@ def test_the_first_batch_size_is_that_of_the_report():
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(argv, said, capsys):
-    assert cli.run(evaluate.main, evaluate.define_flags, argv) == 2
-    printed = capsys.readouterr()
-    assert (printed.out, printed.err.count("\n")) == ("", 1)
-    assert said in printed.err
+    status, lines, error = run_command(capsys, evaluate, *argv)
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert said in error
 
 
 def rows(*categories):
@@ -116,8 +109,9 @@ def shape(tasks):
     return {task: [prompt.index for prompt in prompts] for task, prompts in tasks.items()}
 
 
-def test_tasks_and_rows_keep_their_order():
+def test_tasks_and_rows_keep_their_order_and_a_limit_holds_for_each_task():
     assert shape(group_by_task(rows("b", "a", "b"))) == {"b": [0, 2], "a": [1]}
+    assert shape(group_by_task(rows("a", "a", "b", "a"), limit=2)) == {"a": [0, 1], "b": [2]}
 
 
 def test_rows_without_a_category_are_named_after_their_file():
@@ -135,11 +129,6 @@ def test_mt_bench_is_one_task_only_beside_others():
     assert list(group_by_task(rows("math", "qa"))) == ["math", "qa"]
 
 
-def test_a_limit_holds_for_each_task():
-    limited = group_by_task(rows("a", "a", "b", "a"), limit=2)
-    assert shape(limited) == {"a": [0, 1], "b": [2]}
-
-
 HERE = {"mesh": None, "hardware": {"device": "cpu", "num_devices": 1}}
 
 
@@ -152,6 +141,7 @@ def test_throughput_is_all_tokens_over_all_seconds():
     # Not the mean of 50 and 200.
     passes = [timed(tokens=100, seconds=2.0), timed(tokens=200, seconds=1.0, task="rag")]
     assert throughputs(passes) == {0: 100.0}
+    assert throughputs([timed(tokens=0, seconds=0.0)]) == {}, "a pass without time has none"
 
 
 def test_speed_up_is_the_median_of_the_ratios_within_repeats():
@@ -161,6 +151,7 @@ def test_speed_up_is_the_median_of_the_ratios_within_repeats():
     assert (found["median"], found["least"], found["most"]) == (2.0, 1.0, 4.0)
     assert found["repeats"] == (2.0, 4.0, 1.0)
     assert speed([], plain)["speedup"] is None
+    assert speed([timed()], [])["tokens_per_second"]["median"] == pytest.approx(50)
 
 
 def test_the_journal_survives_a_torn_line(tmp_path):
@@ -178,10 +169,8 @@ def test_the_journal_survives_a_torn_line(tmp_path):
     assert timed().key in again
     assert timed(repeat=1).key not in again
     again.add(timed(repeat=1))
-    assert PassJournal(tmp_path, HERE, overwrite=False).select(method="a") == [
-        timed(),
-        timed(repeat=1),
-    ]
+    both = PassJournal(tmp_path, HERE, overwrite=False).select(method="a")
+    assert both == [timed(), timed(repeat=1)]
     assert PassJournal(tmp_path, HERE, overwrite=True).select() == []
 
 
@@ -200,27 +189,15 @@ def test_rounds_that_a_stop_has_split_are_listed():
     assert split_rounds(dataclasses.replace(one, session=3) for one in passes) == []
 
 
-def test_a_pass_without_time_has_no_throughput():
-    assert throughputs([timed(tokens=0, seconds=0.0)]) == {}
-    assert speed([timed()], [])["tokens_per_second"]["median"] == pytest.approx(50)
-
-
 @pytest.fixture(scope="module")
 def options(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     base = save_tiny_base(root / "base")
     (base / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [5, 6, 7, 8]}) + "\n")
     draft = save_tiny_draft(root / "draft", base)
-    return Options(
-        ModelSpec(str(base), dtype="float32"),
-        seed=0,
-        workdir=root / "out",
-        drafts=f"a={draft},b={draft}",
-        tree="a=auto,b=chain:1",
-        baselines="none",
-        batch_size=2,
-        repeats=1,
-    )
+    spec, drafts = ModelSpec(str(base), dtype="float32"), f"a={draft},b={draft}"
+    chosen = {"drafts": drafts, "tree": "a=auto,b=chain:1", "baselines": "none"}
+    return Options(spec, seed=0, workdir=root / "out", batch_size=2, repeats=1, **chosen)
 
 
 @pytest.fixture
@@ -240,6 +217,11 @@ def test_a_draft_gets_the_tree_that_pays(load, capsys):
     assert [method.name for method in methods] == [VANILLA, "a", "b"]
     assert [method.models.tree.name for method in methods[1:]] == ["chain:3", "chain:1"]
     assert "tree: chain:3 (15.0 tokens/s; plain 10.0)" in capsys.readouterr().err
+    # A draft that does not pay is measured nevertheless.
+    chosen = load("plain")[1].models
+    assert chosen.draft is not None
+    assert chosen.tree.num_nodes > 0
+    assert f"a is measured with {chosen.tree.name} nevertheless" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tree", ["paths:0/1/0.0", "dynamic:5:3:2"])
@@ -259,13 +241,6 @@ def test_a_tree_of_a_file_is_known_by_its_paths(load, tmp_path):
     assert identity["tree"].startswith("paths:0/")
     named = dataclasses.replace(models, tree=parse_tree(identity["tree"]))
     assert identity_of(named) == identity
-
-
-def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
-    chosen = load("plain")[1].models
-    assert chosen.draft is not None
-    assert chosen.tree.num_nodes > 0
-    assert f"a is measured with {chosen.tree.name} nevertheless" in capsys.readouterr().err
 
 
 def test_every_method_has_the_chat_template_that_is_given(options):
@@ -316,7 +291,6 @@ def test_trees_and_copies_of_the_drafts_are_not_those_of_baselines(options):
     spec = dataclasses.replace(options.spec, copy=2)
     chosen = dataclasses.replace(options, baselines="lookup", tree="chain:1", spec=spec)
     methods = load_methods(chosen, GenerationSettings())
-    trees = {method.name: method.models.tree.name for method in methods}
-    assert trees == {VANILLA: "none", "a": "chain:1+copy:2", "b": "chain:1+copy:2"} | {
-        "lookup": TREES["lookup"]
-    }
+    trees = [(method.name, method.models.tree.name) for method in methods]
+    drafts = [("a", "chain:1+copy:2"), ("b", "chain:1+copy:2")]
+    assert sorted(trees) == sorted([(VANILLA, "none"), ("lookup", TREES["lookup"]), *drafts])

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from clover_jax.evaluation.plan import JOURNAL
-from tests.evaluation.command import ROWS, write_rows
-from tests.generate.test_rows import ragged_rows, rows_of
+from tests.decoding.test_rows import ragged_rows, rows_of
+from tests.evaluation.conftest import ROWS, write_rows
 from tests.killed_processes import lines_in, run_through_kills, start
 
 METHODS = ("vanilla", "chain")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clover_jax import cli, evaluate
+from clover_jax import evaluate
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.decoding.models import Models
@@ -20,7 +20,8 @@ from clover_jax.evaluation.plan import Method, PassJournal, Plan
 from clover_jax.evaluation.report import conditions, slow_drafts
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.runtime.progress import progress_bar
-from tests.evaluation.command import ROWS, run, write_rows
+from tests.conftest import rows_in, run_command
+from tests.evaluation.conftest import ROWS, run, write_rows
 from tests.tiny_models import TINY, random_head
 
 
@@ -53,10 +54,8 @@ def test_figures_are_those_of_the_rows(finished):
 def test_speed_is_measured_in_turns_at_every_batch_size(finished):
     passes = PassJournal(finished.output, conditions(None), overwrite=False).select()
     assert len(passes) == 2 * 2 * 2 * 3  # batch sizes, tasks, repeats, methods
-    assert [one.key.method for one in passes[:6]] == [
-        *("vanilla", "chain", "short"),
-        *("chain", "short", "vanilla"),
-    ]
+    first, second = ["vanilla", "chain", "short"], ["chain", "short", "vanilla"]
+    assert [one.key.method for one in passes[:6]] == [*first, *second]
     assert all(one.tokens in (18, 27) and not one.changed for one in passes)
     for size in ("1", "2"):
         measured = finished.report["speed"][size]["chain"]["overall"]
@@ -83,20 +82,15 @@ def test_the_page_and_the_plots_are_there(finished):
     assert "no chat template: messages of 4 conversations" in finished.err
 
 
-def test_plain_decoding_has_one_name_and_its_key_is_explained_once(finished):
+def test_definitions_explain_the_key_of_plain_decoding_cuts_and_averages(finished):
     page = report_text(finished.report, []).split("## Manifest")[0]
     assert page.count("vanilla") == 1
-    assert "is `vanilla`" in page.split("## Definitions")[1]
     assert "| plain decoding | none (0) | 1.00 |" in page
     assert "vanilla" not in finished.err
-
-
-def test_definitions_say_what_an_end_cuts_and_how_tasks_are_joined(finished):
-    page = report_text(finished.report, [])
     definitions = " ".join(page.split("## Definitions")[1].split())  # wherever its lines end
-    assert "tau counts tokens after this cut" in definitions
+    explained = "is `vanilla`", "tau counts tokens after this cut", "micro-average"
+    assert all(words in definitions for words in explained)
     assert "count what was accepted before it" in definitions
-    assert "micro-average" in definitions
 
 
 def test_one_task_has_one_table(finished):
@@ -186,13 +180,17 @@ def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
     assert "**Problem: chain: 1 of 2 rows failed, the first with: " in page
 
 
+def tamper(output, name, rows, place):
+    """Write rows of which the first has another token at a place."""
+    ids = rows[0]["output_ids"][0]
+    ids[place] = (ids[place] + 7) % 261
+    write_rows(output / "rows", f"{name}.jsonl", rows)
+
+
 def test_another_text_than_plain_decoding_s_fails_the_run(finished, folder):
     output = folder / "tampered"
     shutil.copytree(finished.output, output)
-    path = output / "rows" / "chain.jsonl"
-    first, *others = finished.rows("chain")
-    first["output_ids"][0][4] = (first["output_ids"][0][4] + 7) % 261
-    path.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
+    tamper(output, "chain", finished.rows("chain"), 4)
     tampered = run(folder, output, "--batch_sizes=1")
     assert tampered.status == 1
     assert tampered.result["problems"] == [
@@ -226,20 +224,17 @@ def test_another_text_of_a_later_pass_fails_the_run(finished, folder):
 
 def edit_passes(output, changed):
     """Give the last pass of (method, batch size) rows that differ from the first pass."""
-    passes = [json.loads(line) for line in (output / "legs.jsonl").read_text().splitlines()]
+    passes = rows_in(output / "legs.jsonl")
     last = {(one["method"], one["batch_size"]): one for one in passes}
     for key, rows in changed.items():
         last[key]["changed"] = rows
-    (output / "legs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in passes))
+    write_rows(output, "legs.jsonl", passes)
 
 
 def test_a_later_pass_is_held_against_the_first(finished, folder):
     output = folder / "again"
     shutil.copytree(finished.output, output)
-    first, *others = finished.rows("short")
-    first["output_ids"][0][2] = (first["output_ids"][0][2] + 7) % 261
-    path = output / "rows" / "short.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
+    tamper(output, "short", finished.rows("short"), 2)
     (output / "legs.jsonl").unlink()
     again = run(folder, output)
     assert again.status == 1
@@ -313,28 +308,25 @@ def test_two_reports_are_set_side_by_side(finished, folder, capsys):
     report["manifest"]["hardware"]["cores"] = 999
     report["manifest"]["flags"]["int8"] = ["base", "draft"]
     (other / "report.json").write_text(json.dumps(report))
-    arguments = [f"--compare={finished.output},{other}", f"--output={folder / 'beside'}"]
-    assert cli.run(evaluate.main, evaluate.define_flags, arguments) == 0
-    printed = capsys.readouterr()
-    result = json.loads(printed.out.splitlines()[-1])
+    arguments = f"--compare={finished.output},{other}", f"--output={folder / 'beside'}"
+    status, lines, error = run_command(capsys, evaluate, *arguments)
+    assert status == 0
+    result = json.loads(lines[-1])
     assert list(result["tau"]) == ["out: chain", "out: short", "other: chain", "other: short"]
     assert result["tau"]["out: short"] == finished.result["tau"]["short"]
+    ours = finished.report["manifest"]
     assert result["differences"]["texts"] == [
-        f"base chat_template {finished.report['manifest']['base']['chat_template']} against "
-        "eeeeeeeeeeee",
-        f"prompts {finished.report['manifest']['prompts']['hash'][:12]} against ffffffffffff",
+        f"base chat_template {ours['base']['chat_template']} against eeeeeeeeeeee",
+        f"prompts {ours['prompts']['hash'][:12]} against ffffffffffff",
         "int8 base False against True",
     ]
-    assert "not the same texts: prompts" in printed.err
-    assert "not the same conditions for times: cores" in printed.err
+    assert "not the same texts: prompts" in error
+    assert "not the same conditions for times: cores" in error
     assert (folder / "beside" / "compare.md").read_text().startswith("# out against other")
 
 
 def without_times(rows):
-    def timeless(row):
-        return {key: value for key, value in row.items() if key != "seconds"}
-
-    return [timeless(row) for row in rows]
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in rows]
 
 
 def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
@@ -363,10 +355,8 @@ def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
     assert resumed.report["sessions"] == [0, 1]
     assert resumed.report["manifest"]["git_revision"] == "one, other"
     assert resumed.report["split_turns"] == [{"batch_size": 2, "task": "writing", "repeat": 1}]
-    assert (
-        "stopped and resumed: times are of 2 sessions, and in 1 rounds"
-        in (output / "report.md").read_text()
-    )
+    page = (output / "report.md").read_text()
+    assert "stopped and resumed: times are of 2 sessions, and in 1 rounds" in page
 
     other = run(folder, output, "--max_new_tokens=8")
     assert (other.status, other.out) == (2, [])
@@ -374,9 +364,8 @@ def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
 
 
 def test_the_same_prompts_as_another_task_are_refused(folder):
-    plain = [{"prompt": "a"}, {"prompt": "b"}]
-    write_rows(folder, "one.jsonl", plain)
-    write_rows(folder, "two.jsonl", plain)
+    for name in ("one.jsonl", "two.jsonl"):
+        write_rows(folder, name, [{"prompt": "a"}, {"prompt": "b"}])
     once = ("--repeats=1", "--drafts=", "--tree=none")
     assert run(folder, folder / "renamed", *once, prompts="one.jsonl").status == 0
     again = run(folder, folder / "renamed", *once, prompts="two.jsonl")

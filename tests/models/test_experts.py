@@ -121,9 +121,7 @@ def test_every_token_gets_its_experts(params, apply):
     rows = TOKENS.reshape(-1, CONFIG.hidden_size)
     expected = jnp.stack([one_token(params, x) for x in rows]).reshape(TOKENS.shape)
     np.testing.assert_allclose(apply(params, TOKENS), expected, atol=1e-5)
-
-
-def test_no_token_is_dropped_where_all_want_the_same_experts(params, apply):
+    # No token is dropped where all want the same experts.
     wanted = params | {"router_bias": jnp.array([0.0, 50.0, 0.0, 40.0, 0.0])}
     row = TOKENS[0, 1]
     np.testing.assert_allclose(apply(wanted, TOKENS)[0, 1], one_token(wanted, row), atol=1e-5)

@@ -1,4 +1,4 @@
-"""A rounded matrix stands for what is near, and multiplies as that does."""
+"""Products with rounded matrices, and the largest of many logits."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from clover_jax.models.int8 import contract, quantize, take_rows, widen
+from clover_jax.models.top_k import _chunk_of, argmax, top_k
 
 
 def random(*shape, seed=0):
@@ -22,9 +23,7 @@ def test_every_entry_is_within_half_a_step_and_the_largest_is_127_of_them():
     expected = np.full((3, 7), 127)
     expected[1, 2] = 0  # a channel of zeros stays zero
     np.testing.assert_array_equal(largest, expected)
-
-
-def test_a_matrix_of_127_steps_is_kept_as_it_is():
+    # A matrix of 127 steps is kept as it is.
     values = np.random.default_rng(0).integers(-127, 128, (64, 3))
     values[0] = 127
     matrix = jnp.asarray(values * np.array([0.5, 2.0, 1.0]), jnp.float32)
@@ -65,3 +64,21 @@ def test_parts_flattening_and_rows_are_those_of_what_it_stands_for():
     check(take_rows(rows, ids), widen(rows, jnp.float32)[ids])
     x = random(5, 8)
     np.testing.assert_allclose(x @ own[0], x @ widen(own[0], jnp.float32), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocabulary", [50, 4096, 5000, 32_000])
+@pytest.mark.parametrize("k", [1, 4, 10])
+def test_two_stages_give_what_one_gives_ties_included(vocabulary, k):
+    # Few distinct values, so that most of the largest are ties.
+    logits = jax.random.randint(jax.random.key(0), (2, 3, vocabulary), 0, 40).astype(jnp.float32)
+    expected_values, expected_ids = jax.lax.top_k(logits, k)
+    values, ids = top_k(logits, k)
+    np.testing.assert_array_equal(values, expected_values)
+    np.testing.assert_array_equal(ids, expected_ids)
+
+
+def test_chunks_come_out_even_and_padding_is_never_chosen_but_the_lowest_id_among_equals():
+    assert [_chunk_of(size) for size in (128256, 4097, 32000, 4096)] == [1336, 1024, 1280, 1024]
+    np.testing.assert_array_equal(argmax(jnp.array([[1.0, 3.0, 3.0]])), [1])
+    logits = jnp.full((1, 4097), -1e30).at[0, 4096].set(-1e31)
+    assert sorted(top_k(logits, 3).ids[0].tolist()) == [0, 1, 2]

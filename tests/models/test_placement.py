@@ -38,6 +38,7 @@ MESH = make_abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
 )
 def test_a_mesh_is_read_from_text(text, expected):
     assert parse_mesh(text, 8) == expected
+    assert parse_mesh("data=64,fsdp=4", None) == MeshShape(64, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -56,10 +57,6 @@ def test_a_mesh_is_read_from_text(text, expected):
 def test_what_is_no_mesh_is_said_with_its_values(text, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse_mesh(text, 8)
-
-
-def test_without_devices_every_axis_needs_a_number():
-    assert parse_mesh("data=64,fsdp=4", None) == MeshShape(64, 4, 1)
     with pytest.raises(UserError, match="no count of devices to take the rest of"):
         parse_mesh("data=-1", None)
 
@@ -92,79 +89,56 @@ def test_the_optimiser_lies_where_its_params_do():
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0))
     state = jax.eval_shape(lambda base: init_state(config, base, 0), base_shapes(TINY))
     placed = param_shardings(state, MESH)
-    adam = next(
-        part for part in jax.tree.leaves(placed.opt_state, is_leaf=is_adam) if is_adam(part)
-    )
+    is_adam = lambda part: hasattr(part, "mu")  # noqa: E731
+    parts = jax.tree.leaves(placed.opt_state, is_leaf=is_adam)
+    adam = next(part for part in parts if is_adam(part))
     assert adam.mu == adam.nu == placed.params
     assert adam.count.spec == placed.step.spec == P()
 
 
-def is_adam(part):
-    return hasattr(part, "mu")
-
-
-def test_the_norms_of_queries_and_keys_are_on_every_device():
+def test_norms_of_queries_are_on_every_device_and_experts_split_by_width_and_sinks_by_heads():
     config = dataclasses.replace(TINY, query_key_norm=True)
     found = specs(param_shardings(base_shapes(config), MESH))
     names = ("query_norm", "key_norm")
     assert [found[f"layers_0/attention/{name}"] for name in names] == [P(None), P(None)]
-
-
-def test_experts_are_split_by_their_width_and_sinks_by_heads():
     base = shape_config("shape:gpt-oss-20b:1")
     found = specs(param_shardings(base_shapes(base), MESH))
     names = ("attention/sinks", "mlp/expert_gate", "mlp/expert_down", "mlp/router")
-    assert [found[f"layers_0/{name}"] for name in names] == [
-        P("tensor", None),
-        P(None, "fsdp", "tensor"),
-        P(None, "tensor", "fsdp"),
-        P("fsdp", None),
-    ]
+    experts = [P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp"), P("fsdp", None)]
+    assert [found[f"layers_0/{name}"] for name in names] == [P("tensor", None), *experts]
 
 
-def test_fewer_heads_than_shards_are_on_every_device():
+def test_fewer_heads_than_shards_are_on_every_device_and_decoder_heads_are_cut():
     mesh = make_abstract_mesh(MeshShape(tensor=8))
     found = specs(param_shardings(base_shapes(TINY), mesh))  # 2 key/value heads
     assert found["layers_0/attention/qkv"] == P("fsdp", None, None, None)
     assert found["layers_0/mlp/down"] == P("tensor", "fsdp")
-
-
-def test_decoder_heads_that_shards_do_not_divide_are_cut():
     base = shape_config("shape:gemma3-27b:1")  # 42 heads of 128 for an Attention Decoder
     head = registry.head(registry.config_for_base("clover2", base))
     mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=4))
     found = specs(param_shardings(registry.init_shapes(head, base_shapes(base)), mesh))
     names = ("query", "query_bias", "key_value", "key_value_bias")
-    assert [found[f"attention_decoder_1/{name}"] for name in names] == [
-        P("fsdp", None, "tensor"),
-        P(None, "tensor"),
-        P("fsdp", None, None, "tensor"),
-        P(None, None, "tensor"),
-    ]
+    query, both = ("fsdp", None, "tensor"), ("fsdp", None, None, "tensor")
+    expected = [P(*query), P(*query[1:]), P(*both), P(*both[1:])]
+    assert [found[f"attention_decoder_1/{name}"] for name in names] == expected
 
 
 def test_an_unknown_leaf_is_an_error_that_says_where_its_rule_goes():
     params = {"block": {"gate": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
-    with pytest.raises(
-        UserError, match="parameter block/gate with 2 dimensions has no rule .* LAYOUTS"
-    ):
+    message = "parameter block/gate with 2 dimensions has no rule .* LAYOUTS"
+    with pytest.raises(UserError, match=message):
         param_shardings(params, MESH)
-
-
-def test_a_width_that_its_axis_does_not_divide_is_named():
+    # A width that its axis does not divide is named too.
     mesh = make_abstract_mesh(MeshShape(fsdp=3))
     with pytest.raises(UserError, match="embedding: its dimension D of 32 .* over fsdp=3"):
         param_shardings(base_shapes(TINY), mesh)
 
 
-def test_rows_are_split_over_data_and_fsdp_or_refused():
+def test_rows_are_split_over_data_and_fsdp_or_refused_and_caches_by_heads_too():
     row = jax.ShapeDtypeStruct((8, 16), jnp.int32)
     assert row_shardings(row, MESH).spec == P(("data", "fsdp"))
     with pytest.raises(UserError, match="--batch_size=6 must be divisible by data x fsdp = 4"):
         row_shardings(jax.ShapeDtypeStruct((6, 16), jnp.int32), MESH)
-
-
-def test_caches_are_split_by_rows_and_heads():
     head = registry.head(registry.config_for_base("clover2", TINY))
     tree = parse_tree("chain:2")
 

@@ -1,9 +1,15 @@
 """Requests over HTTP, and what their answers must be whatever is in them."""
 
+import asyncio
 import contextlib
 import json
 import socket
 
+import httpx2
+
+from clover_jax.serving.app import make_app
+from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.serving.service import Service
 from tests.serving.conftest import AREA, KEY, events_of, path_of, text_of
 
 JSON = {"Content-Type": "application/json"}
@@ -37,6 +43,18 @@ def refused(response, status, param=None):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["param"] == param
     return error["message"]
+
+
+def ask_app(method, path, headers=None, **options):
+    """Return what a server without models answers."""
+
+    async def asked():
+        app = make_app(Service(ServeOptions(ServeSpec(), **options)))
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path, headers=headers)
+
+    return asyncio.run(asked())
 
 
 @contextlib.contextmanager

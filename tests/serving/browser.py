@@ -1,6 +1,5 @@
 """A headless Chromium, driven by its debugging protocol through two named pipes."""
 
-import base64
 import itertools
 import json
 import os
@@ -34,8 +33,7 @@ class Browser:
         # The protocol is spoken at the file descriptors 3 and 4.
         command = ["sh", "-c", 'exec "$@" 3<"$0/in" 4>"$0/out"', folder, CHROMIUM]
         self._process = subprocess.Popen(
-            [*command, *_FLAGS, f"--user-data-dir={folder / 'profile'}"],
-            stderr=subprocess.DEVNULL,
+            [*command, *_FLAGS, f"--user-data-dir={folder / 'profile'}"], stderr=subprocess.DEVNULL
         )
         self._in, self._out = pipes[0].open("wb", buffering=0), pipes[1].open("rb")
         self._numbers, self._session, self.events = itertools.count(1), None, []
@@ -97,30 +95,13 @@ class Browser:
         code = {"Enter": 13, "Escape": 27, "Tab": 9}[key]
         # Text makes it more than a shortcut: Enter ends a field.
         text = {"text": "\r"} if key == "Enter" and not modifiers else {}
+        what = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
         for kind in ("keyDown" if text else "rawKeyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=code,
-                modifiers=modifiers,
-                **text,
-            )
+            self.call("Input.dispatchKeyEvent", type=kind, **what, **text)
 
     def look(self, width, height, scheme):
         """Show the page in a window of that size, in the light or in the dark."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
-
-    def screenshot(self):
-        """Return the whole page as PNG."""
-        shot = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        return base64.b64decode(shot["data"])

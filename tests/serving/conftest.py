@@ -106,15 +106,9 @@ def server(tmp_path_factory):
     """A server of builtin:tiny that drafts by copies, with four slots and a short queue."""
     template = tmp_path_factory.mktemp("serving") / "template.jinja"
     template.write_text(TEMPLATE)
-    options = ServeOptions(
-        ServeSpec("builtin:tiny", chat_template=str(template), tree="copy:9"),
-        port=0,
-        api_key=(KEY,),
-        served_model_name="tiny",
-        batch_size=4,
-        max_model_len=512,
-        max_waiting=16,
-    )
+    spec = ServeSpec("builtin:tiny", chat_template=str(template), tree="copy:9")
+    sizes = {"batch_size": 4, "max_model_len": 512, "max_waiting": 16}
+    options = ServeOptions(spec, port=0, api_key=(KEY,), served_model_name="tiny", **sizes)
     service, begun = Service(options), queue.Queue()
 
     async def main(listener):

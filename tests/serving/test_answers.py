@@ -76,12 +76,10 @@ def test_tokens_that_a_slot_holds_are_told(client):
 
 
 def test_an_answer_of_no_given_length_has_what_the_context_leaves(client):
-    message = {"role": "user", "content": "Hi"}
-    body = {"messages": [message], "temperature": 0, "ignore_eos": True}
-    usage = whole(client, body)["usage"]
+    endless = {"temperature": 0, "ignore_eos": True}
+    usage = whole(client, endless | {"messages": [{"role": "user", "content": "Hi"}]})["usage"]
     assert usage["total_tokens"] == 512
-    usage = whole(client, {"prompt": [5] * 505, "temperature": 0, "ignore_eos": True})["usage"]
-    assert usage["completion_tokens"] == 7
+    assert whole(client, endless | {"prompt": [5] * 505})["usage"]["completion_tokens"] == 7
 
 
 def test_the_first_chunk_of_a_chat_says_who_speaks(client):
@@ -120,8 +118,7 @@ def test_choices_are_drawn_apart_and_the_same_again(client, alone):
 
 
 def test_echo_puts_the_prompt_first(client, alone):
-    answer = whole(client, GREEDY | {"echo": True})
-    assert text_of(answer["choices"][0]) == AREA + alone[0]["text"]
+    assert text(client, GREEDY | {"echo": True}) == AREA + alone[0]["text"]
     answer = whole(client, GREEDY | {"echo": True, "max_tokens": 0})
     assert text_of(answer["choices"][0]) == AREA
     assert answer["usage"]["completion_tokens"] == 0
@@ -141,12 +138,10 @@ def test_an_answer_and_its_echo_are_scored_alike(client, alone):
     assert len(ours["token_logprobs"]) == count
     assert theirs["token_logprobs"][before:] == pytest.approx(ours["token_logprobs"], abs=1e-4)
     # A greedy token is the most probable one; the offsets say where each begins.
-    for token, value, top in zip(
-        ours["tokens"], ours["token_logprobs"], ours["top_logprobs"], strict=True
-    ):
+    columns = (ours[name] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"))
+    for token, value, top, offset in zip(*columns, strict=True):
         assert value == max(top.values()) == top[token]
         assert len(top) == 3
-    for token, offset in zip(ours["tokens"], ours["text_offset"], strict=True):
         assert answer["text"].startswith(token, offset)
 
 
@@ -214,10 +209,8 @@ def test_scores_of_a_prompt_are_those_of_one_forward(server, client, alone):
     (echo,) = whole(client, body)["choices"]
 
     base = server.service.ready().models.base
-    positions = np.arange(len(ids))[None]
-    mask = causal_mask(1, len(ids))
-    variables = {"params": base.params}
-    output = Decoder(base.config).apply(variables, np.array([ids]), positions, mask)
+    given = np.array([ids]), np.arange(len(ids))[None], causal_mask(1, len(ids))
+    output = Decoder(base.config).apply({"params": base.params}, *given)
     logits = project(frozen_from_base(base.params).lm_head, output.hidden["post_norm"])[0]
     wanted = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(ids) - 1), ids[1:]]
     assert echo["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-4)
@@ -245,16 +238,18 @@ def test_a_prediction_changes_no_text_and_is_counted(client, alone):
     assert details["rejected_prediction_tokens"] > 0
 
 
+def forwards_of(chunks):
+    """Return what the pieces of a stream say of the forwards that gave them."""
+    choices = [chunk["choices"][0] for chunk in chunks]
+    return [choice["forward"] for choice in choices if "forward" in choice]
+
+
 def test_tau_of_the_metrics_is_that_of_the_answers(server, client):
     names = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
     before = [server.figure(name) for name in names]
     forwards = accepted = copied = 0
     for body in KINDS[:4]:
-        told = [
-            chunk["choices"][0]["forward"]
-            for chunk in streamed(client, body | {"forwards": True})
-            if "forward" in chunk["choices"][0]
-        ]
+        told = forwards_of(streamed(client, body | {"forwards": True}))
         # Prefill, forward 0, drafts nothing. Copies are pieces of their own.
         drafted = [piece for piece in told if piece["forward"]]
         number = len({piece["forward"] for piece in drafted if piece["num_tokens"]})
@@ -270,15 +265,11 @@ def test_tau_of_the_metrics_is_that_of_the_answers(server, client):
 def test_plain_decoding_has_the_same_text_and_counts_for_no_draft(server, client, alone):
     before = server.figure("spec_decode_num_drafts_total")
     chunks = streamed(client, KINDS[1] | {"draft": "none", "forwards": True})
-    choices = [chunk["choices"][0] for chunk in chunks]
-    assert "".join(map(text_of, choices)) == alone[1]["text"]
-    told = [choice["forward"] for choice in choices if "forward" in choice]
+    assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == alone[1]["text"]
+    told = forwards_of(chunks)
     assert {piece["num_tokens"] for piece in told} <= {0, 1}
     assert max(piece["forward"] for piece in told) == len(alone[1]["output_ids"]) - 1
     assert server.figure("spec_decode_num_drafts_total") == before
     assert server.figure("num_requests_running") == 0
-
-
-def test_a_draft_that_is_not_offered_is_refused(client):
     answer = client.post("/v1/completions", json={"prompt": "Hi", "draft": "eagle"})
     assert "offers none, not 'eagle'" in refused(answer, 400, "draft")

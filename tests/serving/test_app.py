@@ -1,17 +1,17 @@
-"""The routes of a real server beside the answers: who is let in, and what it says of itself."""
+"""The routes of a server beside the answers: who is let in, and what is refused in one form."""
 
-import asyncio
+import contextlib
+import json
 import socket
 
-import httpx2
 import pytest
 
-from clover_jax.serving.app import make_app
+from clover_jax.serving import run
 from clover_jax.serving.options import ServeOptions, ServeSpec
 from clover_jax.serving.run import open_port
-from clover_jax.serving.service import Service
-from tests.serving.asking import GREEDY, refused
-from tests.serving.conftest import AREA, MESSAGES
+from tests.serving.asking import GREEDY, JSON, ask_app, refused, text, whole
+from tests.serving.conftest import AREA, KEY, MESSAGES
+from tests.serving.test_requests import BAD_CHATS, BAD_COMPLETIONS
 
 
 def test_nothing_is_answered_before_the_model_is_loaded(server):
@@ -85,13 +85,7 @@ def test_pages_of_other_origins_are_let_in_by_name_only(client):
     }
 
     def respond(method, **options):
-        async def asked():
-            app = make_app(Service(ServeOptions(ServeSpec(), **options)))
-            transport = httpx2.ASGITransport(app=app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
-                return await one.request(method, "/v1/completions", headers=asking)
-
-        return asyncio.run(asked())
+        return ask_app(method, "/v1/completions", asking, **options)
 
     allowed = "access-control-allow-origin"
     for method in ("OPTIONS", "POST"):
@@ -105,10 +99,121 @@ def test_pages_of_other_origins_are_let_in_by_name_only(client):
 
 @pytest.mark.parametrize(("host", "status"), [("LocalHost:80", 503), ("example.org", 403)])
 def test_without_a_key_only_names_of_this_machine_are_let_in(host, status):
-    async def asked():
-        app = make_app(Service(ServeOptions(ServeSpec())))
-        transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
-            return await one.get("/v1/models", headers={"Host": host})
+    response = ask_app("GET", "/v1/models", {"Host": host})
+    refused(response, status, "Host" if status == 403 else None)
 
-    refused(asyncio.run(asked()), status, "Host" if status == 403 else None)
+
+@pytest.mark.parametrize(
+    ("path", "table", "good"),
+    [
+        ("/v1/completions", BAD_COMPLETIONS, {"prompt": "Hi"}),
+        ("/v1/chat/completions", BAD_CHATS, {"messages": MESSAGES}),
+    ],
+)
+def test_bad_requests_are_refused_and_harm_nobody(client, alone, path, table, good):
+    for body, param in table:
+        content = json.dumps(good | body)
+        if "Infinity" not in content:  # no number in JSON
+            refused(client.post(path, content=content, headers=JSON), 400, param)
+    assert text(client, GREEDY) == alone[0]["text"]
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "said"),
+    [
+        (b"{", 400, "not JSON"),
+        (b"[]", 400, "must be a JSON object"),
+        (b'{"prompt": "\xff"}', 400, "not UTF-8"),
+        (b'{"prompt": NaN}', 400, "NaN is no number"),
+        (b"[" * 100_000, 400, "nested too deeply"),
+        (b'{"prompt": "' + b"a" * 2**20 + b'"}', 413, "longer than 1048576 bytes"),
+    ],
+)
+def test_bodies_that_are_none_are_refused(client, content, status, said):
+    response = client.post("/v1/completions", content=content, headers=JSON)
+    assert said in refused(response, status)
+
+
+def test_what_does_not_fit_is_refused_with_both_numbers(client):
+    def said(path, body, param):
+        response = client.post(path, json=body)
+        message = refused(response, 400, param)
+        assert "--" not in message  # flags of another command
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        return message
+
+    path, body = "/v1/completions", GREEDY | {"prompt": [5] * 500}
+    told = "prompt: 600 tokens and the context is 512, answer included; give 511 or fewer"
+    assert said(path, GREEDY | {"prompt": [5] * 600}, "prompt") == told
+    message = said(path, body | {"stream": True}, "prompt")
+    assert "500 tokens and max_tokens (24) exceed the context of 512; ask for 12" in message
+    usage = whole(client, body | {"max_tokens": 12, "ignore_eos": True})["usage"]
+    assert usage["total_tokens"] == 512
+    several = body | {"prompt": [[5], [5] * 500], "max_tokens": 10**15}
+    assert "max_tokens (1000000000000000)" in said(path, several, "prompt[0]")
+    chat = {"messages": MESSAGES, "max_completion_tokens": 510}
+    assert "max_tokens (510) exceed" in said("/v1/chat/completions", chat, "messages")
+    for name, value, words in (
+        ("logit_bias", {"2048": 1}, "must lie in 0 .. 2047, not 2048"),
+        ("temperature", 1e39, "3.40282e+38 or less"),
+        ("prompt", [10**6], "1000000"),
+    ):
+        response = client.post(path, json=GREEDY | {name: value})
+        assert words in refused(response, 400, name)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01 this is no HTTP\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 2**16,
+    ],
+)
+def test_what_is_no_http_is_refused_in_the_same_form(server, client, sent):
+    with socket.create_connection(server.address) as connection:
+        connection.settimeout(10)
+        # A server that closes does not read the rest.
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # it may have closed with something unread
+            while part := connection.recv(2**16):
+                answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if answer:
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
+def test_a_head_that_does_not_come_is_not_waited_for(server, client, monkeypatch, sent):
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(server.address) as connection:
+        connection.settimeout(30)
+        connection.sendall(sent)
+        assert client.get("/health").status_code == 200
+        assert connection.recv(100) == b""  # closed, without an answer
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_longer(server, monkeypatch):
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        connection.settimeout(0.01)
+        received = None
+        while received is None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                connection.sendall(b"a")
+                received = connection.recv(100)
+    assert received == b""
+
+
+def test_half_a_body_harms_nobody(server, client, alone):
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += 'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"prompt": '
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(head.encode())
+        assert text(client, GREEDY) == alone[0]["text"]
+    assert text(client, GREEDY) == alone[0]["text"]

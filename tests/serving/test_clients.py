@@ -12,6 +12,7 @@ from tests.serving.conftest import AREA, CLOSE, KEY, KINDS, MESSAGES
 openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
 pytestmark = pytest.mark.servers
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
 GREEDY = {"model": "tiny", "max_tokens": 24, "temperature": 0}
 
 
@@ -81,28 +82,22 @@ def test_many_at_once(server, alone):
 
 
 def test_refusals_are_the_client_s_own_errors(server, ask):
-    with (
-        openai.OpenAI(**options(server, "another")) as stranger,
-        pytest.raises(openai.AuthenticationError, match="a key is needed"),
-    ):
+    needed = pytest.raises(openai.AuthenticationError, match="a key is needed")
+    with openai.OpenAI(**options(server, "another")) as stranger, needed:
         stranger.completions.create(prompt=AREA, **GREEDY)
     with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
         ask.completions.create(prompt=AREA, model="gpt-4")
     assert refused.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
-        ask.chat.completions.create(
-            messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}], **GREEDY
-        )
+        ask.chat.completions.create(messages=MESSAGES, tools=TOOLS, **GREEDY)
     assert refused.value.param == "tools"
 
 
 def test_a_full_queue_is_a_rate_limit(server, ask):
     # Four run and sixteen may wait, so that two such requests are more than there is room for.
     body = {"model": "tiny", "max_tokens": 480, "n": 16, "extra_body": {"ignore_eos": True}}
-    with (
-        ask.completions.create(prompt=AREA, stream=True, **body),
-        pytest.raises(openai.RateLimitError, match="too many requests are waiting"),
-    ):
+    limited = pytest.raises(openai.RateLimitError, match="too many requests are waiting")
+    with ask.completions.create(prompt=AREA, stream=True, **body), limited:
         ask.completions.create(prompt=AREA, **body)
     assert server.becomes("num_requests_running", 0)
 
@@ -122,8 +117,7 @@ def test_langchain_invokes_streams_and_batches(server, alone):
     assert answer.response_metadata["finish_reason"] == "length"
     chunks = list(chat.stream(messages, stream_usage=True))
     assert "".join(chunk.content for chunk in chunks) == alone[10]["text"]
-    assert (
-        sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 24
-    )
+    told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
+    assert sum(usage["output_tokens"] for usage in told) == 24
     with pytest.raises(openai.BadRequestError, match="tools is not supported"):
-        chat.bind_tools([{"type": "function", "function": {"name": "f"}}]).invoke(messages)
+        chat.bind_tools(TOOLS).invoke(messages)

@@ -31,8 +31,7 @@ def test_many_clients_at_once_get_the_texts_that_each_would_get_alone(server, al
 
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
         texts = list(threads.map(ask, *zip(*asked, strict=True)))
-    wanted = [None if way == "leave" else alone[kind]["text"] for kind, way in asked]
-    assert texts == wanted
+    assert texts == [None if way == "leave" else alone[kind]["text"] for kind, way in asked]
     assert server.becomes("num_requests_running", 0)
 
 
@@ -110,7 +109,7 @@ def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, 
     assert text(client, GREEDY) == alone[0]["text"]
 
 
-def test_a_stream_that_an_engine_s_failure_ends_says_so(server, client, monkeypatch):
+def test_a_server_whose_engine_has_failed_says_so_and_is_not_healthy(server, client, monkeypatch):
     async def failing(updates):
         raise RuntimeError("the engine has failed")
 
@@ -119,9 +118,6 @@ def test_a_stream_that_an_engine_s_failure_ends_says_so(server, client, monkeypa
         (only,) = streamed(client, GREEDY)
     assert only["error"]["type"] == "server_error"
     assert server.becomes("num_requests_running", 0)
-
-
-def test_a_server_whose_engine_has_failed_is_not_healthy(server, client, monkeypatch):
     with monkeypatch.context() as changed:
         changed.setattr(server.service.ready().scheduler, "_failure", ValueError("of the device"))
         for answer in (client.get("/health"), client.post("/v1/completions", json=GREEDY)):

@@ -40,9 +40,8 @@ def test_vllm_bench_serve_counts_answers_and_reads_the_accepted_lengths(server, 
         "vllm",
         *("bench", "serve", "--skip-chat-template", "--save-result"),
         *flags(backend="openai", base_url=server.url, model="tiny", tokenizer=TINY),
-        *flags(
-            dataset_name="custom", dataset_path=TINY / SHIPPED_PROMPTS, custom_output_len=LENGTH
-        ),
+        *flags(dataset_name="custom", dataset_path=TINY / SHIPPED_PROMPTS),
+        *flags(custom_output_len=LENGTH),
         *flags(num_prompts=COUNT, max_concurrency=4, temperature=0),
         *flags(result_dir=tmp_path, result_filename="result.json"),
         VLLM_TARGET_DEVICE="cpu",
@@ -53,13 +52,9 @@ def test_vllm_bench_serve_counts_answers_and_reads_the_accepted_lengths(server, 
 
     # It reads vLLM's own names from /metrics, and finds what ours say.
     after = server.figures()
-    drafts, accepted = (
-        after[name] - before[name]
-        for name in (
-            'vllm:spec_decode_num_drafts_total{model_name="tiny"}',
-            'vllm:spec_decode_num_accepted_tokens_total{model_name="tiny"}',
-        )
-    )
+    name = 'vllm:spec_decode_num_{}_total{{model_name="tiny"}}'
+    names = name.format("drafts"), name.format("accepted_tokens")
+    drafts, accepted = (after[name] - before[name] for name in names)
     assert result["spec_decode_acceptance_length"] == pytest.approx(1 + accepted / drafts)
 
 

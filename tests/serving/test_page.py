@@ -5,7 +5,6 @@ The tests in a browser need Chromium, as Debian's package `chromium` has it:
     python -m pytest -n0 -m servers tests/serving/test_page.py
 """
 
-import asyncio
 import html.parser
 import itertools
 import os
@@ -16,10 +15,10 @@ import sys
 import httpx2
 import pytest
 
-from clover_jax.serving.app import PAGE, make_app
-from clover_jax.serving.options import KEY_VARIABLE, ServeOptions, ServeSpec
-from clover_jax.serving.service import Service
+from clover_jax.serving.app import PAGE
+from clover_jax.serving.options import KEY_VARIABLE
 from tests.conftest import REPOSITORY
+from tests.serving.asking import ask_app
 from tests.serving.browser import CHROMIUM, Browser
 
 SOURCE = PAGE.read_text(encoding="utf-8")
@@ -38,19 +37,13 @@ def test_the_page_needs_nothing_but_itself():
     assert loaded == ["data:,"]  # the icon, which browsers would ask for otherwise
     assert not re.search(r"https?:|@import|url\(|import\(|\bimport\b.*from", SOURCE)
     # All that it asks for is the API of its own server.
-    assert set(re.findall(r"\"(v1/[a-z/]*)\"", SOURCE)) == {
-        "v1/models",
-        "v1/completions",
-        "v1/chat/completions",
-    }
+    asked = {f"v1/{path}" for path in ("models", "completions", "chat/completions")}
+    assert set(re.findall(r"\"(v1/[a-z/]*)\"", SOURCE)) == asked
 
 
-def test_text_of_a_model_cannot_become_markup_and_a_key_is_not_stored():
+def test_text_cannot_become_markup_a_key_is_not_stored_and_every_field_has_a_label():
     forbidden = "innerHTML|outerHTML|insertAdjacent|document.write|eval|DOMParser|Function"
     assert not re.search(rf"{forbidden}|[a-z]+Storage|indexedDB|cookie\b\s*=", SOURCE)
-
-
-def test_every_field_has_a_label():
     fields = re.findall(r"<(?:input|textarea)[^>]* id=\"([^\"]+)\"", SOURCE)
     assert len(fields) == 11
     assert set(fields) == set(re.findall(r"<label for=\"([^\"]+)\"", SOURCE))
@@ -85,30 +78,15 @@ def test_text_stands_out_from_what_it_stands_on(scheme):
     assert contrast(colours["line"], colours["panel"]) >= 3  # the border of a field
 
 
-def get(path, **options):
-    """Return what a server without models answers."""
-
-    async def asked():
-        app = make_app(Service(ServeOptions(ServeSpec(), **options)))
-        transport = httpx2.ASGITransport(app=app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get(path)
-
-    return asyncio.run(asked())
-
-
 def test_the_page_is_there_before_the_model_and_without_a_key():
-    answer = get("/", api_key=(KEY,))
+    answer = ask_app("GET", "/", api_key=(KEY,))
     assert answer.status_code == 200
     assert answer.headers["Content-Type"].startswith("text/html")
     assert answer.text == SOURCE
     policy = answer.headers["Content-Security-Policy"]
     assert "default-src 'none'" in policy
     assert "connect-src 'self'" in policy
-
-
-def test_without_the_page_there_is_nothing():
-    assert get("/", page=False).status_code == 404
+    assert ask_app("GET", "/", page=False).status_code == 404
 
 
 @pytest.fixture(scope="module")
@@ -171,9 +149,8 @@ def test_the_page_shows_what_each_forward_gave(tab, url):
     tab.press("Enter", CTRL)
     said = status(tab, "Reached the limit of tokens")
     asked = {"prompt": REPEATED, "max_tokens": 120, "temperature": 0}
-    answer = httpx2.post(
-        f"{url}/v1/completions", json=asked, headers={"Authorization": f"Bearer {KEY}"}, timeout=60
-    ).json()
+    key, path = {"Authorization": f"Bearer {KEY}"}, f"{url}/v1/completions"
+    answer = httpx2.post(path, json=asked, headers=key, timeout=60).json()
 
     text = tab.value("document.querySelector('#text').textContent")
     assert text == answer["choices"][0]["text"]
@@ -205,18 +182,11 @@ def test_the_page_shows_plain_decoding_beside(tab):
     assert "The text is the same." in said
     assert float(figure(tab, "tau")) > 1
     assert figure(tab, "plain-tau") == "1.00"
-    texts = [
-        tab.value(f"document.querySelector('#{id_}').textContent") for id_ in ("text", "plain-text")
-    ]
-    assert texts[0] == texts[1]
-    for name, width, scheme in (
-        ("wide", 1440, "light"),
-        ("dark", 1280, "dark"),
-        ("narrow", 360, "light"),
-    ):
+    assert figure(tab, "text") == figure(tab, "plain-text")
+    for width, scheme in ((1440, "light"), (1280, "dark"), (360, "light")):
         tab.look(width, 900, scheme)
         root = "document.documentElement"
-        assert tab.value(f"{root}.scrollWidth <= {root}.clientWidth"), name
+        assert tab.value(f"{root}.scrollWidth <= {root}.clientWidth"), width
 
     tab.value("document.querySelector('#none').click()")
     tab.press("Enter", CTRL)
@@ -272,16 +242,8 @@ def test_the_page_fits_a_phone_works_by_keyboard_and_breaks_no_rule(tab, url):
         reached.append(tab.value("document.activeElement.id"))
         outline = tab.value("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", reached
-    assert reached == [
-        "completion",
-        "drafted",
-        "prompt",
-        "temperature",
-        "max-tokens",
-        "seed",
-        "generate",
-        "text",
-    ]
+    fields = ["completion", "drafted", "prompt", "temperature", "max-tokens", "seed"]
+    assert reached == [*fields, "generate", "text"]
 
     requests = [e["params"] for e in tab.events if e["method"] == "Network.requestWillBeSent"]
     assert all(r["request"]["url"].startswith((url, "data:")) for r in requests)

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import os
 import re
@@ -9,14 +10,13 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import time
 
 import httpx2
 import pytest
 
 from clover_jax.serving.scheduler import IDLE_SECONDS
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, REPOSITORY, run_program
 from tests.killed_processes import LAUNCH
 from tests.serving.conftest import events_of, text_of
 
@@ -37,14 +37,9 @@ def serving(*flags, count=1, **variables):
     """Yield the command with more flags, as `count` processes, and its address."""
     flags = ("--port=0", "--batch_size=2", "--max_model_len=256", *flags)
     launch = [] if count == 1 else [LAUNCH, str(count)]
-    started = subprocess.Popen(
-        [*launch, sys.executable, *WARNINGS, "-m", "clover_jax.serve", *flags],
-        cwd=REPOSITORY,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command, pipe = [*launch, *PYTHON, "-m", "clover_jax.serve", *flags], subprocess.PIPE
+    how = {"cwd": REPOSITORY, "env": os.environ | variables, "text": True}
+    started = subprocess.Popen(command, stdout=pipe, stderr=pipe, **how)
     try:
         said = ""
         for line in started.stderr:
@@ -72,7 +67,7 @@ def test_the_curl_lines_of_a_page_are_answered(process, page):
     assert commands
     for command in commands:
         words = shlex.split(command.replace("http://127.0.0.1:8000", url))
-        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        said = run_program(*words).stdout
         if '"stream": true' in command:
             assert said.endswith("data: [DONE]\n\n")
         else:
@@ -83,17 +78,13 @@ def test_the_curl_lines_of_a_page_are_answered(process, page):
 
 def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     started, url = process
-    with (
-        httpx2.Client(base_url=url, timeout=120) as client,
-        httpx2.Client(base_url=url, timeout=120) as other,
-        concurrent.futures.ThreadPoolExecutor(8) as threads,
-    ):
+    clients = [httpx2.Client(base_url=url, timeout=120) for _ in range(2)]
+    pool = concurrent.futures.ThreadPoolExecutor(8)
+    with clients[0] as client, clients[1] as other, pool as threads:
         wanted = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
         # Two run and the others wait.
-        taken = [
-            threads.submit(httpx2.post, f"{url}/v1/completions", json=LONG, timeout=120)
-            for _ in range(6)
-        ]
+        post = functools.partial(httpx2.post, f"{url}/v1/completions", json=LONG, timeout=120)
+        taken = [threads.submit(post) for _ in range(6)]
         body = LONG | {"stream": True}
         with client.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200
@@ -125,12 +116,10 @@ def texts(url):
     """Ask a server for several kinds of texts, at once."""
     drawn = LONG | {"temperature": 1, "seed": 3, "n": 3, "max_tokens": 60}
     biased = LONG | {"logit_bias": {"5": 2}, "max_tokens": 60}
+    ask = functools.partial(httpx2.post, f"{url}/v1/completions", timeout=300)
     with concurrent.futures.ThreadPoolExecutor(3) as threads:
-        answers = [
-            threads.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=300)
-            for body in (LONG, drawn, biased)
-        ]
-    return [choice["text"] for answer in answers for choice in answer.result().json()["choices"]]
+        answers = threads.map(lambda body: ask(json=body).json(), (LONG, drawn, biased))
+    return [choice["text"] for answer in answers for choice in answer["choices"]]
 
 
 def test_a_mesh_gives_the_text_of_one_device(process):
@@ -161,12 +150,8 @@ def test_two_processes_serve_as_one(process, mesh):
 @pytest.mark.parametrize("killed", [0, 1])
 def test_processes_that_serve_end_when_one_is_killed(killed):
     with serving("--mesh=data=2", count=2) as (started, url):
-        processes = subprocess.run(
-            ["pgrep", "-P", str(started.pid), "-f", "clover_jax.serve"],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.split()
+        found = run_program("pgrep", "-P", str(started.pid), "-f", "clover_jax.serve")
+        processes = found.stdout.split()
         assert len(texts(url)) == 5
         os.kill(int(sorted(processes, key=int)[killed]), signal.SIGKILL)
         _, errors = started.communicate(timeout=120)

@@ -1,13 +1,18 @@
-"""Bodies of OpenAI's API become asks, and what is wrong with one is said by its field's name."""
+"""Bodies become asks or refusals; the queue takes clients in turn; Prometheus reads the rows."""
 
 import asyncio
 
+import numpy as np
 import pytest
 from starlette.requests import Request
 
+from clover_jax.decoding.requests import Generation
+from clover_jax.decoding.row_state import Turn, TurnProgress
 from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError, parse_object, read_object
+from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.requests import Served, read_chat, read_completion
+from clover_jax.serving.scheduler import FairQueue
 
 SERVED = Served("tiny", 1024, 16)
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -66,16 +71,10 @@ def test_fields_reach_the_settings():
     assert (call.streams, call.include_usage) == (True, True)
 
 
-def test_top_k_of_minus_one_is_all():
-    assert completion(top_k=-1).asks[0].settings.top_k == 0
-
-
-def test_max_completion_tokens_go_before_max_tokens():
+def test_max_completion_tokens_go_before_max_tokens_and_zero_shows_the_prompt_alone():
     assert chat(max_tokens=5, max_completion_tokens=7).asks[0].settings.max_new_tokens == 7
     assert chat(max_tokens=5).asks[0].settings.max_new_tokens == 5
-
-
-def test_max_tokens_of_zero_shows_the_prompt_alone():
+    assert completion(top_k=-1).asks[0].settings.top_k == 0, "all"
     call = completion(max_tokens=0, echo=True, logprobs=0)
     assert call.no_output
     assert call.asks[0].settings.max_new_tokens == 1
@@ -107,61 +106,38 @@ def test_what_changes_nothing_passes():
     assert completion(**neutral).asks == completion().asks
 
 
-BAD_COMPLETIONS = [
-    ({"prompt": []}, "prompt"),
-    ({"prompt": None}, "prompt"),
-    ({"prompt": 5}, "prompt"),
-    ({"prompt": [True]}, "prompt"),
-    ({"prompt": [-1]}, "prompt"),
-    ({"prompt": ["a", 1]}, "prompt"),
-    ({"prompt": [[]]}, "prompt"),
-    ({"prompt": "a\ud83d"}, "prompt"),
-    ({"prompt": ["a"] * 17}, "prompt"),
-    ({"max_tokens": "5"}, "max_tokens"),
-    ({"max_tokens": 5.5}, "max_tokens"),
-    ({"max_tokens": True}, "max_tokens"),
-    ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": 0}, "max_tokens"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"temperature": float("inf")}, "temperature"),
-    ({"temperature": True}, "temperature"),
-    ({"top_k": -2}, "top_k"),
-    ({"top_k": 1.5}, "top_k"),
-    ({"n": 0}, "n"),
-    ({"n": 129}, "n"),
-    ({"n": 17}, "n"),
-    ({"seed": 2**63}, "seed"),
-    ({"seed": 1.5}, "seed"),
-    ({"stop": 5}, "stop"),
-    ({"stop": [""]}, "stop[0]"),
-    ({"stop": ["a"] * 65}, "stop"),
-    ({"logprobs": True}, "logprobs"),
-    ({"logprobs": 21}, "logprobs"),
-    ({"stream": "yes"}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"best_of": 2}, "best_of"),
-    ({"user": 5}, "user"),
-    ({"prediction": {"content": "a"}}, "prediction"),
-    ({"ignore_eos": 1}, "ignore_eos"),
-    ({"logit_bias": [5]}, "logit_bias"),
-    ({"logit_bias": {"5": 101}}, "logit_bias"),
-    ({"logit_bias": {"5": "1"}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
-    ({"logit_bias": {"05": 1}}, "logit_bias"),
-    ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"),
-    ({"min_tokens": -1}, "min_tokens"),
-    ({"min_tokens": 17}, "min_tokens"),
+# Values that a field cannot have, which is told by its name.
+BAD_VALUES = {
+    "prompt": ([], None, 5, [True], [-1], ["a", 1], [[]], "a\ud83d", ["a"] * 17),
+    "max_tokens": ("5", 5.5, True, -1, 0),
+    "temperature": ("hot", float("inf"), True),
+    "top_k": (-2, 1.5),
+    "n": (0, 129, 17),
+    "seed": (2**63, 1.5),
+    "stop": (5, ["a"] * 65),
+    "logprobs": (True, 21),
+    "stream": ("yes",),
+    "stream_options": ({"include_usage": True},),
+    "best_of": (2,),
+    "user": (5,),
+    "prediction": ({"content": "a"},),
+    "ignore_eos": (1,),
+    "logit_bias": ([5], {"5": 101}, {"5": "1"}, {"x": 1}, {"05": 1}),
+    "min_tokens": (-1, 17),
     # What is not done here.
-    ({"suffix": "b"}, "suffix"),
-    ({"repetition_penalty": 1.1}, "repetition_penalty"),
-    ({"repetition_penalty": True}, "repetition_penalty"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": -1}, "frequency_penalty"),
-    ({"use_beam_search": True}, "use_beam_search"),
-    ({"min_p": 0.1}, "min_p"),
-    ({"guided_regex": "a+"}, "guided_regex"),
-    ({"stop_token_ids": [5]}, "stop_token_ids"),
-]
+    "suffix": ("b",),
+    "repetition_penalty": (1.1, True),
+    "presence_penalty": (0.5,),
+    "frequency_penalty": (-1,),
+    "use_beam_search": (True,),
+    "min_p": (0.1,),
+    "guided_regex": ("a+",),
+    "stop_token_ids": ([5],),
+}
+BAD_COMPLETIONS = [({name: value}, name) for name, values in BAD_VALUES.items() for value in values]
+BAD_COMPLETIONS.append(({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"))
+BAD_COMPLETIONS.append(({"stop": [""]}, "stop[0]"))
+USER = {"role": "user"}
 BAD_CHATS = [
     ({"messages": []}, "messages"),
     ({"messages": "Hi"}, "messages"),
@@ -170,13 +146,10 @@ BAD_CHATS = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     (
-        {"messages": [*MESSAGES, {"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [*MESSAGES, USER | {"content": [{"type": "image_url"}]}]},
         "messages[1].content[0]",
     ),
-    (
-        {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]},
-        "messages[0].tool_calls[0]",
-    ),
+    ({"messages": [USER | {"content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     ({"tools": ["f"]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
@@ -189,26 +162,24 @@ BAD_CHATS = [
 ]
 
 
-@pytest.mark.parametrize(("body", "param"), BAD_COMPLETIONS)
-def test_a_completion_that_cannot_be_is_refused_by_its_field(body, param):
+@pytest.mark.parametrize(
+    ("ask", "body", "param"),
+    [
+        *((completion, *case) for case in BAD_COMPLETIONS),
+        *((chat, *case) for case in BAD_CHATS),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_field(ask, body, param):
     with pytest.raises(ApiError, match=param.partition("[")[0]) as refused:
-        completion(**body)
-    assert (refused.value.status, refused.value.param) == (400, param)
-
-
-@pytest.mark.parametrize(("body", "param"), BAD_CHATS)
-def test_a_chat_that_cannot_be_is_refused_by_its_field(body, param):
-    with pytest.raises(ApiError, match=param.partition("[")[0]) as refused:
-        chat(**body)
+        ask(**body)
     assert (refused.value.status, refused.value.param) == (400, param)
 
 
 def test_another_model_is_not_found():
-    with pytest.raises(
-        ApiError, match='"gpt-4" does not exist here; the one served is "tiny"'
-    ) as e:
+    message = '"gpt-4" does not exist here; the one served is "tiny"'
+    with pytest.raises(ApiError, match=message) as refused:
         chat(model="gpt-4")
-    assert (e.value.status, e.value.code) == (404, "model_not_found")
+    assert (refused.value.status, refused.value.code) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize(
@@ -258,3 +229,106 @@ def test_a_body_that_never_ends_is_not_waited_for(parts):
     with pytest.raises(ApiError, match=r"did not arrive within 0\.01 s") as refused:
         asyncio.run(read_object(request, 100, seconds=0.01))
     assert (refused.value.status, refused.value.headers["Connection"]) == (408, "close")
+
+
+def queue_of(*clients):
+    queue = FairQueue()
+    for number, client in enumerate(clients):
+        queue.push(client, number)
+    return queue
+
+
+def drained(queue):
+    return [queue.pop() for _ in range(len(queue))]
+
+
+def test_a_client_with_many_jobs_does_not_go_before_the_others():
+    assert drained(queue_of("a", "a", "a", "b", "c", "b")) == [0, 3, 4, 1, 5, 2]
+
+
+def test_a_job_that_is_withdrawn_is_never_taken():
+    queue = queue_of("a", "b", "a")
+    queue.discard("a", 0)
+    queue.discard("b", 1)
+    queue.discard("b", 1)  # a second time it is not there
+    assert list(queue) == drained(queue) == [2]
+
+
+def ended(accepted, num_tokens, reason="length"):
+    """Return the end of an answer that a limit cut after some tokens."""
+    ids = list(range(num_tokens))
+    proposed = [5] * len(accepted)
+    row = Generation(0, [1, 2], ids, accepted=accepted, proposed=proposed, finish_reason=reason)
+    turn = Turn([1, 2], ids, "", accepted, len(accepted), row.tau, 0.0, reason)
+    return TurnProgress(turn, row, [], True, 0)
+
+
+def figures(metrics):
+    lines = metrics.text().decode().splitlines()
+    return {n: float(v) for n, v in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_one_and_the_accepted_tokens_a_draft_are_tau():
+    metrics = Metrics("m")
+    rng = np.random.default_rng(0)
+    tokens = forwards = 0
+    for _ in range(50):
+        accepted = rng.integers(0, 5, size=rng.integers(1, 9)).tolist()
+        # EOS, a limit or a stop string cuts within the last forward.
+        whole = 1 + sum(accepted) + len(accepted)
+        kept = int(rng.integers(whole - accepted[-1], whole + 1))
+        metrics.ended(ended(accepted, kept), 1.0)
+        tokens, forwards = tokens + kept - 1, forwards + len(accepted)
+
+    scraped = figures(metrics)
+    label = '{model_name="m"}'
+    for prefix in ("vllm:", "clover_jax_"):
+        drafts = scraped[f"{prefix}spec_decode_num_drafts_total{label}"]
+        taken = scraped[f"{prefix}spec_decode_num_accepted_tokens_total{label}"]
+        assert drafts == forwards
+        assert scraped[f"{prefix}spec_decode_num_draft_tokens_total{label}"] == 5 * forwards
+        assert 1 + taken / drafts == pytest.approx(tokens / forwards, rel=1e-15)
+        # Of the tokens that were accepted each has a place.
+        name = f"{prefix}spec_decode_num_accepted_tokens_per_pos_total"
+        assert sum(value for key, value in scraped.items() if key.startswith(name)) == taken
+    assert metrics.totals()["tau"] == round(tokens / forwards, 4)
+
+
+def test_a_prompt_of_prefill_s_token_alone_and_plain_decoding_have_no_tau():
+    metrics = Metrics("m")
+    metrics.ended(ended([], 1), 1.0)
+    assert metrics.totals() == {"answers": 1, "prompt_tokens": 2, "tokens": 1, "tau": None}
+    metrics = Metrics("clover_jax_model", is_drafting=False)
+    metrics.ended(ended([0, 0], 3), 1.0)
+    assert metrics.totals()["tau"] is None
+    # A name of ours in a label stays.
+    assert figures(metrics)['vllm:num_requests_running{model_name="clover_jax_model"}'] == 0
+
+
+def test_the_queue_is_asked_when_figures_are():
+    metrics, waiting = Metrics("m"), [3]
+    metrics.running.set_function(lambda: 2)
+    metrics.waiting.set_function(lambda: waiting[0])
+    waiting[0] = 4
+    scraped = figures(metrics)
+    assert scraped['vllm:num_requests_running{model_name="m"}'] == 2
+    assert scraped['vllm:num_requests_waiting{model_name="m"}'] == 4
+
+
+def test_endings_and_times_are_counted():
+    metrics = Metrics("m")
+    for reason in ("eos", "stop", "length"):
+        metrics.ended(ended([1], 3, reason), 1.0)
+    metrics.aborted()
+    metrics.first_token.observe(0.2)
+    metrics.later_tokens(4, 0.4)
+    scraped = figures(metrics)
+    for reason, count in {"stop": 2, "length": 1, "abort": 1}.items():
+        name = f'vllm:request_success_total{{finished_reason="{reason}",model_name="m"}}'
+        assert scraped[name] == count
+    for name, value in {
+        "inter_token_latency_seconds_count": 4,
+        "inter_token_latency_seconds_sum": pytest.approx(0.4),
+        "time_to_first_token_seconds_count": 1,
+    }.items():
+        assert scraped[f'vllm:{name}{{model_name="m"}}'] == value

@@ -1,36 +1,31 @@
-"""The loss against a plain one, and which pairs of head and text it counts."""
+"""The loss against a plain one, which pairs it counts, and the time that its chunks take."""
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.shapes import base_shapes, random_params, shape_config
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.models.batch import Batch
+from clover_jax.runtime.turns import time_in_turns
 from clover_jax.training import pairs
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
-from tests.foreign_heads import read_layout
+from tests.foreign_heads import read_reference
 from tests.tiny_models import TINY, init_head, lively_params, random_base, random_head
 from tests.training.reference import plain_loss
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
-ALL_TERMS = LossSpec(
-    regression=3.0,
-    soft_ce=0.5,
-    hard_ce=2.0,
-    total_variation=1.5,
-    candidate_ce=0.25,
-    decay=0.7,
-    divisor_offset=0.25,
-)
+TERMS = {"regression": 3.0, "soft_ce": 0.5, "hard_ce": 2.0, "total_variation": 1.5}
+ALL_TERMS = LossSpec(**TERMS, candidate_ce=0.25, decay=0.7, divisor_offset=0.25)
 DPACE = dataclasses.replace(ALL_TERMS, dpace=0.5)
 
 # Op by op, every operation on every shape would be compiled by itself.
@@ -43,18 +38,8 @@ sample_anchors = jax.jit(pairs.sample_anchors, static_argnums=2)
 
 @pytest.fixture(scope="module")
 def reference(fixtures_dir):
-    folder = fixtures_dir / "clover2_reference"
-    base = load_base(str(folder / "base"))
-    config, params = read_layout("clover2", folder / "clover2", base)
-    expected = np.load(folder / "expected.npz")
-    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
-    batch = Batch(
-        tokens=tokens,
-        segment_ids=jnp.ones_like(tokens),
-        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
-        loss_mask=jnp.asarray(expected["loss_mask"] > 0),
-    )
-    return base, registry.head(config), params, batch, expected
+    base, draft, batch, expected = read_reference(fixtures_dir / "clover2_reference", "clover2")
+    return base, draft.head, draft.params, batch, expected
 
 
 def test_losses_equal_the_releases_with_the_releases_weights(reference):
@@ -69,13 +54,9 @@ def test_losses_equal_the_releases_with_the_releases_weights(reference):
 
 def test_losses_equal_the_releases_on_the_releases_states(reference):
     base, head, params, batch, expected = reference
-    loss, parts = jax.jit(functools.partial(distillation_loss, head))(
-        params,
-        frozen_from_base(base.params),
-        jnp.asarray(expected["clover2_states"]),
-        jnp.asarray(expected["base_postnorm"]),
-        batch,
-    )
+    states = jnp.asarray(expected["clover2_states"]), jnp.asarray(expected["base_postnorm"])
+    compiled = jax.jit(functools.partial(distillation_loss, head))
+    loss, parts = compiled(params, frozen_from_base(base.params), *states, batch)
     np.testing.assert_allclose(parts.terms.soft_ce, expected["clover2_distill_loss"], atol=1e-5)
     np.testing.assert_allclose(loss, expected["clover2_total_loss"], atol=1e-5)
 
@@ -136,10 +117,10 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
     # Where a document begins anew, the token is nobody's to predict.
     other = batch.replace(tokens=batch.tokens.at[0, second].add(1))
 
+    @jax.jit
     def loss(batch):
         return distillation_loss(head, params, frozen, hidden, states, batch)[0]
 
-    loss = jax.jit(loss)
     assert loss(other) == loss(batch)
     within = batch.replace(tokens=batch.tokens.at[0, second + 2].add(1))
     assert loss(within) != loss(batch)
@@ -147,10 +128,7 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
 
 @pytest.mark.parametrize(
     "loss",
-    [
-        pytest.param(ALL_TERMS, id="decay"),
-        pytest.param(DPACE, id="D-PACE", marks=pytest.mark.slow),
-    ],
+    [pytest.param(ALL_TERMS, id="decay"), pytest.param(DPACE, id="D-PACE", marks=pytest.mark.slow)],
 )
 def test_anchors_at_every_position_give_the_loss_of_all_positions(loss):
     head = registry.head(registry.config_for_base("medusa", TINY, loss=loss, **FEW))
@@ -188,24 +166,18 @@ def test_a_drafters_own_output_matrices_get_their_gradient():
 
         return jax.jit(jax.grad(value, argnums=(0, 1)))({"heads": matrices}, hidden)
 
-    for chunked, plain in zip(
-        jax.tree.leaves(by(lambda *a: distillation_loss(*a, chunk=8))),
-        jax.tree.leaves(by(plain_loss)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(chunked, plain, atol=1e-5)
+    chunked, plain = by(lambda *a: distillation_loss(*a, chunk=8)), by(plain_loss)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), chunked, plain)
 
 
 def test_gradients_in_bfloat16_do_not_shrink_with_the_chunk():
     batch = random_batch(rows=200)
     states = random_states(random_base(), batch, num_positions=3)
     matrices = jax.random.normal(jax.random.key(5), (3, TINY.vocab_size, TINY.hidden_size))
-    matrices, (frozen, hidden, states) = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16), (matrices, states)
-    )
-    config = dataclasses.replace(
-        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0, dpace=0.5)
-    )
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (matrices, states))
+    matrices, (frozen, hidden, states) = narrow
+    loss = LossSpec(hard_ce=1.0, dpace=0.5)
+    config = dataclasses.replace(random_head()[0].config, num_positions=3, loss=loss)
 
     def gradient(chunk):
         def value(params):
@@ -276,11 +248,11 @@ def test_a_batch_without_pairs_has_loss_zero_and_no_nan():
     head, params = random_head()
     batch = random_batch().replace(loss_mask=jnp.zeros((3, 20), bool))
     frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
-    loss, gradient = jax.jit(
-        jax.value_and_grad(
-            lambda hidden: distillation_loss(head, params, frozen, hidden, states, batch)[0]
-        )
-    )(hidden)
+
+    def value(hidden):
+        return distillation_loss(head, params, frozen, hidden, states, batch)[0]
+
+    loss, gradient = jax.jit(jax.value_and_grad(value))(hidden)
     assert loss == 0
     assert not gradient.any()
 
@@ -314,12 +286,21 @@ def unpack(batch):
     return unpacked.replace(segment_ids=(unpacked.segment_ids > 0).astype(jnp.int32))
 
 
-def test_pair_mask_gives_the_docstrings_example():
-    arguments = jnp.array([[1, 1, 1, 1, 2]]), jnp.array([[False, True, True, True, False]])
+def test_pairs_give_the_examples_of_the_docstrings():
+    segments, yes, no = jnp.array([[1, 1, 1, 2]]), True, False
+    arguments = jnp.array([[1, 1, 1, 1, 2]]), jnp.array([[no, yes, yes, yes, no]])
     mask = pair_mask(*arguments, num_positions=2)
-    np.testing.assert_array_equal(mask[:, 0], [[0, 1, 1, 0, 0], [0, 0, 1, 0, 0]])
+    np.testing.assert_array_equal(mask[:, 0], [[no, yes, yes, no, no], [no, no, yes, no, no]])
     mask = pair_mask(*arguments, num_positions=2, convention="release")
-    np.testing.assert_array_equal(mask[:, 0], [[0, 0, 1, 1, 0]] * 2)
+    np.testing.assert_array_equal(mask[:, 0], [[no, no, yes, yes, no]] * 2)
+    np.testing.assert_array_equal(labelled_targets(jnp.array([[1, 1, 2, 0]])), [[yes, no, no, no]])
+    batch = Batch(segments, segments, segments, segments > 0)
+    mask = anchored_mask(batch, jnp.array([[0, 1]]), num_positions=2)
+    np.testing.assert_array_equal(mask, [[[yes, yes]], [[yes, no]]])
+    targets = compact_targets(jnp.array([[[no, yes, no, yes]]]))
+    np.testing.assert_array_equal(targets.index, [[1, 3, 0, 0]])
+    np.testing.assert_array_equal(targets.rank, [[-1, 0, 0, 1]])
+    np.testing.assert_array_equal(targets.count, [2])
 
 
 def test_the_release_counts_a_pair_by_the_mask_of_the_position_before_its_target():
@@ -328,32 +309,9 @@ def test_the_release_counts_a_pair_by_the_mask_of_the_position_before_its_target
     mask = pair_mask(segment_ids, loss_mask, num_positions=3, convention="release")
     # Only m_2 has a target: s = 3, for the pairs (2, 0), (1, 1), (0, 2).
     np.testing.assert_array_equal(mask[:, 0], [[False] * 3 + [True, False]] * 3)
-
-
-def test_pairs_of_decoding_are_those_whose_draft_and_last_token_are_of_one_answer():
-    # Two answers of one conversation, of two and three tokens, with the user's between.
-    loss_mask = jnp.array([[0, 0, 1, 1, 0, 1, 1, 1]], bool)
-    mask = pair_mask(jnp.ones((1, 8), jnp.int32), loss_mask, num_positions=3)
-    drafted = [(int(s) - 1 - i, int(s) + 1) for i in range(3) for s in np.flatnonzero(mask[i, 0])]
-    # (t, place of the drafted token): from the prompt's last position on, up to the answer's end.
-    assert drafted == [(1, 3), (4, 6), (5, 7), (4, 7)]
-
-
-def test_padding_has_no_pairs():
+    # Padding has no pairs.
     mask = pair_mask(jnp.zeros((2, 6), jnp.int32), jnp.ones((2, 6), bool), num_positions=2)
     assert not mask.any()
-
-
-def test_labelled_targets_gives_the_docstrings_example():
-    labelled = labelled_targets(jnp.array([[1, 1, 2, 0]]))
-    np.testing.assert_array_equal(labelled, [[True, False, False, False]])
-
-
-def test_anchored_mask_gives_the_docstrings_example():
-    segments = jnp.array([[1, 1, 1, 2]])
-    batch = Batch(segments, segments, segments, segments > 0)
-    mask = anchored_mask(batch, jnp.array([[0, 1]]), num_positions=2)
-    np.testing.assert_array_equal(mask, [[[True, True]], [[True, False]]])
 
 
 def test_anchors_are_supervised_tokens_that_their_document_goes_on_from():
@@ -370,16 +328,53 @@ def test_anchors_are_supervised_tokens_that_their_document_goes_on_from():
     assert not anchored_mask(batch, jnp.full((2, 1), 39), num_positions=3).any()
 
 
-def test_compact_targets_gives_the_docstrings_example():
-    targets = compact_targets(jnp.array([[[False, True, False, True]]]))
-    np.testing.assert_array_equal(targets.index, [[1, 3, 0, 0]])
-    np.testing.assert_array_equal(targets.rank, [[-1, 0, 0, 1]])
-    np.testing.assert_array_equal(targets.count, [2])
-
-
 def test_each_group_of_rows_has_its_own_compact_targets():
     mask = jnp.array([[[False, True], [True, False], [False, False], [True, True]]])
     targets = compact_targets(mask, groups=2)
     np.testing.assert_array_equal(targets.index, [[1, 2, 0, 0], [2, 3, 0, 0]])
     np.testing.assert_array_equal(targets.rank, [[-1, 0], [1, 1], [-1, -1], [0, 1]])
     np.testing.assert_array_equal(targets.count, [2, 2])
+
+
+ROWS, SIZE, POSITIONS = 2, 256, 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["shape:512x1x4096", "shape:256x1x16384"])
+def test_chunks_cost_little_time(base, capsys):
+    config = shape_config(base)
+    head = registry.head(registry.config_for_base("clover2", config, num_positions=POSITIONS))
+    base_params = base_shapes(config, jnp.float32)
+    params = random_params(registry.init_shapes(head, base_params), seed=1)
+    frozen = frozen_from_base(random_params(base_params, seed=0))
+    batch = random_batch(ROWS, SIZE, config.vocab_size)
+    # All targets count, so that both compute the same.
+    batch = batch.replace(loss_mask=jnp.ones_like(batch.loss_mask))
+    keys = jax.random.split(jax.random.key(0))
+    hidden = jax.random.normal(keys[0], (POSITIONS, ROWS, SIZE, config.hidden_size))
+    states = jax.random.normal(keys[1], (ROWS, SIZE, config.hidden_size))
+
+    def timed(loss, **options):
+        def value(hidden, frozen, states):
+            return loss(head, params, frozen, hidden, states, batch, **options)
+
+        compiled = jax.jit(jax.value_and_grad(value, has_aux=True))
+        return functools.partial(compiled, hidden, frozen, states)
+
+    runs = {str(size): timed(distillation_loss, chunk=size) for size in (64, 128, 256)}
+    runs |= {"one chunk": timed(distillation_loss, chunk=ROWS * SIZE), "plain": timed(plain_loss)}
+    values = {name: run()[0][0] for name, run in runs.items()}
+    assert len({round(float(value), 3) for value in values.values()}) == 1
+    seconds = time_in_turns(runs, rounds=5, single=runs)
+    ratios = {name: round(taken / seconds["plain"], 3) for name, taken in seconds.items()}
+    with capsys.disabled():
+        print(json.dumps({"base": base, "plain_seconds": seconds["plain"], "ratios": ratios}))
+
+
+def test_pairs_of_decoding_are_those_whose_draft_and_last_token_are_of_one_answer():
+    # Two answers of one conversation, of two and three tokens, with the user's between.
+    loss_mask = jnp.array([[0, 0, 1, 1, 0, 1, 1, 1]], bool)
+    mask = pair_mask(jnp.ones((1, 8), jnp.int32), loss_mask, num_positions=3)
+    drafted = [(int(s) - 1 - i, int(s) + 1) for i in range(3) for s in np.flatnonzero(mask[i, 0])]
+    # (t, place of the drafted token): from the prompt's last position on, up to the answer's end.
+    assert drafted == [(1, 3), (4, 6), (5, 7), (4, 7)]

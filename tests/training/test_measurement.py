@@ -18,9 +18,10 @@ from clover_jax.training.outputs import Measurement, MetricsLog
 from clover_jax.training.run import _report
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import load_inputs
-from tests.conftest import REPOSITORY
+from tests.conftest import rows_in
+from tests.training.conftest import BASE as BASE_FOLDER
 
-BASE = str(REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base")
+BASE = str(BASE_FOLDER)
 
 
 @pytest.fixture
@@ -46,28 +47,17 @@ def test_rows_go_to_jsonl_and_tensorboard(tmp_path, events_of):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.5
     assert log.evaluated_at(2) == {"step": 2, "tau": 2.0}
     (file,) = (tmp_path / "tensorboard").iterdir()
-    scalars = {
-        value.tag: value.simple_value
-        for event in events_of(file)
-        for value in event.summary.value
-        if event.step == 2
-    }
-    assert scalars == {
-        "train/loss": 1.5,
-        "train/accuracy/0": 0.5,
-        "train/accuracy/1": 0.25,
-        "eval/tau": 2.0,
-    }
+    values = [v for event in events_of(file) if event.step == 2 for v in event.summary.value]
+    scalars = {"train/loss": 1.5, "train/accuracy/0": 0.5, "train/accuracy/1": 0.25}
+    assert {v.tag: v.simple_value for v in values} == scalars | {"eval/tau": 2.0}
 
 
 def test_rows_after_the_step_of_a_resume_are_cut(tmp_path):
-    log = MetricsLog(tmp_path, 0)
-    for step in (1, 2, 3):
-        log.write("train", {"step": step, "loss": 0.0})
-    log.close()
+    with contextlib.closing(MetricsLog(tmp_path, 0)) as log:
+        for step in (1, 2, 3):
+            log.write("train", {"step": step, "loss": 0.0})
     MetricsLog(tmp_path, 2).close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2]
+    assert [row["step"] for row in rows_in(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 class Recorder:
@@ -87,10 +77,8 @@ def measured(tau, tree="chain:1"):
 
 def measure(workdir, writer, reports, done=0, best=None):
     """Measure the steps of a run that goes on after `done`; return what is best."""
-    with (
-        contextlib.closing(MetricsLog(workdir, done)) as log,
-        progress_bar(3, "train", file=io.StringIO()) as progress,
-    ):
+    bar = progress_bar(3, "train", file=io.StringIO())
+    with contextlib.closing(MetricsLog(workdir, done)) as log, bar as progress:
         for step, report in reports.items():
             # The loss falls all the way; nothing asks for it.
             log.write("train", {"step": step, "loss": 1.0 / step})
@@ -129,30 +117,24 @@ def base():
     return load_base(BASE)
 
 
-def test_a_held_out_rows_prompt_is_decoded(base):
-    row = TokenRow("f", tuple(range(10)), (20, 21))
-    assert evaluation_prompts(None, [row], base, None, 4) == [list(range(10))]
-
-
-def test_a_row_that_starts_with_its_answer_gives_its_first_half(base):
-    row = TokenRow("f", (1,), tuple(range(20, 33)))
-    assert evaluation_prompts(None, [row], base, None, 4) == [[1, *range(20, 26)]]
-
-
-def test_the_same_prompt_is_decoded_once(base):
+def test_prompts_of_held_out_rows_are_decoded_each_once(base, capsys):
     rows = [TokenRow("f", tuple(range(10)), (answer,)) for answer in range(5)]
     rows.append(TokenRow("f", tuple(range(9, 0, -1)), (3,)))
     prompts = evaluation_prompts(None, rows, base, None, 2)
     assert prompts == [list(range(10)), list(range(9, 0, -1))]
+    # A row that starts with its answer gives its first half.
+    row = TokenRow("f", (1,), tuple(range(20, 33)))
+    assert evaluation_prompts(None, [row], base, None, 4) == [[1, *range(20, 26)]]
+    # A record that cannot be read is left out.
+    rows = [TokenRow("f:1", (10**6,), (1,)), TokenRow("f:2", tuple(range(10)), (20, 21))]
+    assert evaluation_prompts(None, rows, base, None, 4) == [list(range(10))]
+    assert "left out a sample: f:1: token id 1000000 is outside" in capsys.readouterr().err
 
 
-def test_a_prompts_file_takes_precedence(base, tmp_path):
+def test_a_prompts_file_takes_precedence_and_no_prompt_at_all_is_refused(base, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt_ids": [i, 2]}) + "\n" for i in range(5)))
     assert evaluation_prompts(str(path), [], base, None, 3) == [[0, 2], [1, 2], [2, 2]]
-
-
-def test_no_prompt_at_all_is_refused_with_what_would_be_right(base):
     with pytest.raises(UserError, match="pass --eval_prompts=FILE, or --eval_every=0"):
         evaluation_prompts(None, [], base, None, 3)
 
@@ -177,9 +159,3 @@ def test_a_run_says_on_how_few_held_out_prompts_it_is_measured(tmp_path, capsys,
     long.write_text(json.dumps({"prompt_ids": [1] * 10_000}))
     with pytest.raises(UserError, match=f"{long} has no prompt of 1 to"):
         load_inputs(TrainSettings(base=BASE, data=str(path), seq_len=32, eval_prompts=str(long)))
-
-
-def test_a_held_out_record_that_cannot_be_read_is_left_out(base, capsys):
-    rows = [TokenRow("f:1", (10**6,), (1,)), TokenRow("f:2", tuple(range(10)), (20, 21))]
-    assert evaluation_prompts(None, rows, base, None, 4) == [list(range(10))]
-    assert "left out a sample: f:1: token id 1000000 is outside" in capsys.readouterr().err

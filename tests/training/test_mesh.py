@@ -5,14 +5,13 @@ import json
 import pytest
 
 from tests.tiny_models import DRAFTERS
+from tests.training.conftest import BASE, counting_rows, losses_of
 
 MESH = "data=2,fsdp=2,tensor=2"
 OTHERS = ("data=8", "tensor=8", "fsdp=4,tensor=2", "fsdp=8", "data=4,tensor=2")
 IN_PARTS = "data=2,fsdp=2,tensor=2:2"  # the batch in two parts
 
-HEAD = """registry.head(
-    registry.config_for_base("clover2", base, num_positions=2, num_augmenting_layers=1)
-)"""
+HEAD = 'registry.head(registry.config_for_base("clover2", base, **SMALL))'
 
 # Prints, for one device and each mesh: losses of all steps, the worst relative difference of the
 # first step's gradients, and the shapes that are gathered or reduced in the compiled step.
@@ -27,12 +26,10 @@ from clover_jax.training.step import TrainStepConfig, init_state, make_train_ste
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch
 
-base = dataclasses.replace(
-    TINY, vocab_size=128, num_heads=8, num_kv_heads=8, head_dim=4, num_layers=1
-)
-head = registry.head(
-    registry.config_for_base("clover2", base, num_positions=2, num_augmenting_layers=1)
-)
+HEADS = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4}
+SMALL = {"num_positions": 2, "num_augmenting_layers": 1}
+base = dataclasses.replace(TINY, vocab_size=128, num_layers=1, **HEADS)
+head = registry.head(registry.config_for_base("clover2", base, **SMALL))
 optimizer = OptimizerConfig(20, 1e-3, 2, clip_value=0.0)
 batches = [jax.tree.map(np.asarray, random_batch(8, 32, 128, seed)) for seed in range(20)]
 
@@ -213,24 +210,18 @@ print(json.dumps(report))
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_devices(run_python, fixtures_dir, tmp_path):
-    data = tmp_path / "rows.jsonl"
-    ids = [{"prompt_ids": [i, i + 1], "output_ids": list(range(i + 2, i + 20))} for i in range(30)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in ids))
-    base = fixtures_dir / "clover2_reference" / "base"
+def test_a_run_goes_on_with_another_number_of_devices(run_python, tmp_path):
+    given = str(BASE), str(counting_rows(tmp_path))
 
     def losses(name, *meshes):
-        workdir = tmp_path / name
-        printed = run_python(RESUMED, str(base), str(data), str(workdir), *meshes, devices=4)
+        printed = run_python(RESUMED, *given, str(tmp_path / name), *meshes, devices=4)
         assert json.loads(printed.splitlines()[-1])["finished"]
-        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-        return [row["loss"] for row in rows]
+        return losses_of(tmp_path / name)
 
     alone = losses("alone", "", "")
     changed = losses("changed", "data=2,tensor=2", "fsdp=2")
-    assert len(alone) == len(changed) == 4
-    for a, b in zip(alone, changed, strict=True):
-        assert abs(a / b - 1) < 1e-4
+    assert len(alone) == 4
+    assert changed == pytest.approx(alone, rel=1e-4)
 
 
 # Prints how far the activations of a base with experts are from those of one device, and the most
@@ -267,6 +258,5 @@ print(max(int(rows) for rows in re.findall(r"\\[(\\d+),\\d+\\]", program.as_text
 def test_a_device_groups_the_experts_of_its_own_rows(run_python):
     difference, rows = run_python(EXPERTS, devices=8).split()
     assert float(difference) < 1e-5
-    assert (
-        int(rows) == 2 * 640 * 2
-    )  # two rows of 640 tokens, two experts each; of all rows four times
+    # Two rows of 640 tokens, two experts each; of all rows four times as many.
+    assert int(rows) == 2 * 640 * 2

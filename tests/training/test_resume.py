@@ -4,8 +4,6 @@ import dataclasses
 import json
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -22,9 +20,9 @@ from clover_jax.training.settings import (
     recorded_settings,
 )
 from clover_jax.training.setup import load_inputs
-from tests.conftest import REPOSITORY, WARNINGS
+from tests.conftest import PYTHON, rows_in, run_program
 from tests.tiny_folders import save_tiny_base
-from tests.training.small_runs import StopAfter, assert_same_params, params_of, rows, settings
+from tests.training.conftest import StopAfter, assert_same_params, params_of, settings
 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
 
@@ -77,14 +75,14 @@ def test_a_stop_after_a_measurement_keeps_the_measured_draft(
     chosen = settings(data, eval_every=3, checkpoint_every=checkpoint_every)
     report = run_training(chosen, tmp_path, StopOnceMeasured())
     assert (report["steps"], report["finished"], saved) == (3, False, [3])
-    (measured,) = rows(tmp_path / "eval.jsonl")
+    (measured,) = rows_in(tmp_path / "eval.jsonl")
     made = json.loads((tmp_path / "draft" / "draft.json").read_text())["provenance"]
     assert (made["steps"], made["tau"], made["measured"]) == (3, report["tau"], measured)
 
 
 def without_times(path):
     timed = ("tokens_per_second", "data_wait")
-    return [{k: v for k, v in row.items() if k not in timed} for row in rows(path)]
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows_in(path)]
 
 
 def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
@@ -101,17 +99,12 @@ def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
         "__import__('pathlib').Path(sys.argv[2]), Killer())\n"
     )
     chosen = settings(data)
-    killed = subprocess.run(
-        [sys.executable, *WARNINGS, "-c", source, repr(chosen.to_dict()), str(tmp_path / "w")],
-        cwd=REPOSITORY,
-        capture_output=True,
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-    assert len(rows(tmp_path / "w" / "metrics.jsonl")) >= 4
+    arguments = repr(chosen.to_dict()), str(tmp_path / "w")
+    run_program(*PYTHON, "-c", source, *arguments, status=-signal.SIGKILL)
+    assert len(rows_in(tmp_path / "w" / "metrics.jsonl")) >= 4
     report = run_training(chosen, tmp_path / "w", threading.Event())
     assert report["finished"]
-    assert [row["step"] for row in rows(tmp_path / "w" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows_in(tmp_path / "w" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert_same_params(params_of(tmp_path / "w"), params_of(whole_run[0]))
 
 
@@ -152,27 +145,17 @@ def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
     with pytest.raises(UserError, match="holds a run with --learning_rate=0.5, not 0.001"):
         run_training(settings(data), tmp_path, StopAfter(0))
     run_training(corrected, tmp_path, StopAfter(0))
-    assert rows(tmp_path / "metrics.jsonl") == []  # it starts anew
+    assert rows_in(tmp_path / "metrics.jsonl") == []  # it starts anew
 
 
-def test_other_data_is_refused(whole_run, data, tmp_path):
+def test_other_data_is_refused_and_the_same_elsewhere_accepted(whole_run, data, tmp_path):
     other = tmp_path / "rows.jsonl"
     other.write_text(data.read_text() + '{"prompt_ids": [1, 2], "output_ids": [3, 4, 5]}\n' * 5)
     with pytest.raises(UserError, match="another --data"):
         run_training(settings(other, eval_every=3), whole_run[0], threading.Event())
-
-
-def test_the_same_data_elsewhere_is_accepted(whole_run, data, tmp_path):
     moved = shutil.copy(data, tmp_path / "elsewhere.jsonl")
     report = run_training(settings(moved, eval_every=3), whole_run[0], threading.Event())
     assert report["already_finished"]
-
-
-def test_more_steps_continue_a_finished_run(data, tmp_path):
-    run_training(settings(data), tmp_path, threading.Event())
-    report = run_training(settings(data, steps=7), tmp_path, threading.Event())
-    assert report["steps"] == 7
-    assert not (tmp_path / "best").exists()
 
 
 def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(
@@ -195,6 +178,7 @@ def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(
         run_training(settings(data), tmp_path, threading.Event())
     assert recorded_settings(tmp_path) == more  # a command that was refused changes nothing
     assert run_training(more, tmp_path, threading.Event())["finished"]
+    assert not (tmp_path / "best").exists()
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 8
     assert "changes the schedule" not in capsys.readouterr().err
 
@@ -214,10 +198,10 @@ def test_the_report_is_of_the_head_in_best_after_a_resume_from_before_it(
     shutil.rmtree(tmp_path / "checkpoints" / "4")
     report = run_training(chosen, tmp_path, StopAfter(0))
     kept = read_card(tmp_path / "best").provenance
-    assert [row["step"] for row in rows(tmp_path / "eval.jsonl")] == [2]
+    assert [row["step"] for row in rows_in(tmp_path / "eval.jsonl")] == [2]
     assert (report["best_step"], report["tau"]) == (kept["steps"], kept["tau"]) == (4, 2.5)
     report = run_training(chosen, tmp_path, StopAfter(2))
-    assert rows(tmp_path / "eval.jsonl")[-1]["tau"] == 2.0
+    assert rows_in(tmp_path / "eval.jsonl")[-1]["tau"] == 2.0
     assert (report["best_step"], report["tau"]) == (4, 2.5)
 
 
@@ -251,16 +235,9 @@ def test_a_template_that_was_edited_in_place_is_refused(tmp_path):
     chats.write_text('{"prompt": "a", "response": "b c a hat"}\n' * 4)
     template = tmp_path / "chat.jinja"
     template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
-    chosen = TrainSettings(
-        base=str(base), data=str(chats), seq_len=32, steps=1, chat_template=str(template)
-    )
+    given = {"base": str(base), "data": str(chats), "chat_template": str(template)}
+    chosen = TrainSettings(**given, seq_len=32, steps=1)
     record_settings(tmp_path, chosen, load_inputs(chosen).identity)
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="holds a run with another --chat_template"):
         check_resumable(tmp_path, chosen, load_inputs(chosen).identity, learnt=True)
-
-
-def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
-    run_training(settings(data, checkpoint_every=2), tmp_path, StopAfter(5))
-    with pytest.raises(UserError, match=r"has done \d+ steps, more than --steps=1"):
-        run_training(settings(data, steps=1), tmp_path, threading.Event())

@@ -25,12 +25,7 @@ def random_batch(rows=3, size=20, vocab_size=96, seed=0, num_segments=3, padding
             segment_ids[row, start:end] = segment
             positions[row, start:end] = np.arange(end - start)
     loss_mask = rng.random((rows, size)) < 0.7
-    return Batch(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        segment_ids=jnp.asarray(segment_ids),
-        positions=jnp.asarray(positions),
-        loss_mask=jnp.asarray(loss_mask),
-    )
+    return Batch(*map(jnp.asarray, (tokens.astype(np.int32), segment_ids, positions, loss_mask)))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,21 +1,17 @@
-"""Reading compiled programs: small ones compiled here, and forms of TPU programs as text."""
+"""Reading compiled programs and buffers: small ones made here, and forms of TPU programs."""
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from clover_jax.evaluation.targets import CHIPS
-from experiments.aot.costs import (
-    Live,
-    cache_turns,
-    kernel_seconds,
-    moved_by_part,
-    part_of,
-    sum_by_part,
-)
+from experiments.aot import costs
+from experiments.aot.buffers import Temporaries, read_temporaries
+from experiments.aot.costs import Live, moved_by_part, part_of, sum_by_part
 from experiments.aot.hlo import Program, Sent
 from experiments.aot.hlo_text import short_source
 
@@ -76,9 +72,8 @@ def moved(program, name):
 def test_only_what_is_executed_by_itself_is_listed():
     program = Program(TPU)
     found = {i.name: i for _, i in program.instructions()}
-    assert set(found) == {
-        *("rows", "copy-start.1", "next", "compare.1", "dot.1", "all-gather-start.1", "turned")
-    }
+    names = "rows copy-start.1 next compare.1 dot.1 all-gather-start.1 turned"
+    assert set(found) == set(names.split())
     assert (found["dot.1"].cycles, found["next"].cycles) == (120, 7)
     assert short_source(found["dot.1"].source) == "verify/Decoder/layers_0/mlp"
     assert [i.opcode for i in program.made((64, 32))] == ["transpose"]  # not the prefetch
@@ -95,12 +90,8 @@ def test_a_lookup_moves_its_rows_and_a_prefetched_weight_is_read_once():
 
 def test_a_loop_runs_as_often_as_its_condition_says_or_as_the_cache_has_chunks():
     loops = Program(TPU).executed
-    assert {name: found.times(7) for name, found in loops.items()} == {
-        "main.1": 1,
-        "body": 4,
-        "below_4": 4,
-        "open_body": 7,
-    }
+    found = {name: each.times(7) for name, each in loops.items()}
+    assert found == {"main.1": 1, "body": 4, "below_4": 4, "open_body": 7}
     # Slices of a cache of 2048 positions: 1024 at a time and, in a fusion, 256.
     caches = Program("""HloModule caches
 
@@ -125,7 +116,7 @@ ENTRY %main (cache: bf16[2,4,2048,8]) -> bf16[2,4,2048,8] {
   ROOT %while.2 = bf16[2,4,2048,8]{3,2,1,0} while(%while.1), condition=%none, body=%short
 }
 """)
-    turns = functools.partial(cache_turns, caches, 2040)
+    turns = functools.partial(costs.cache_turns, caches, 2040)
     times = {name: found.times(turns) for name, found in caches.executed.items()}
     assert times == {"main": 1, "long": 2, "short": 8}
 
@@ -319,4 +310,26 @@ ENTRY %main.1 (query: bf16[2,4,10,128], key: bf16[2,4,1000,128]) -> f32[2,4,10,1
     assert moved_by_part(program, 1, live) == {"verify": written + cache / 4}
     # Whichever takes longer: at this rate the products.
     chip = dataclasses.replace(CHIPS["v6e"], bandwidth=1e15, matrix_rate=4096)
-    assert kernel_seconds(program, chip, 1, live) == {"verify": 250.0}
+    assert costs.kernel_seconds(program, chip, 1, live) == {"verify": 250.0}
+
+
+# As a TPU's compiler writes it: a parameter, temporaries in main memory, and some in fast memory.
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 1048576, parameter 0, shape |f32[512,512]| at ShapeIndex {}:
+ value: <1 p @0> (size=1048576,offset=0): f32[512,512]{1,0}
+allocation 1: size 32768, preallocated-temp:
+ value: <2 add.1 @0> (size=512,offset=0): s32[]{:T(128)}
+ value: <3 copy.2{0} @0> (size=4096,offset=16384): bf16[16,128]{1,0}
+ value: <4 fusion.3 @0> (size=8192,offset=16384): bf16[32,128]{1,0}
+allocation 2: size 65536, color 1, preallocated-temp:
+ value: <5 fusion.4 @1> (size=65536,offset=0): bf16[256,128]{1,0:S(1)}
+"""
+
+
+@pytest.mark.parametrize("page", ["", ", page 0"], ids=["jax 0.10", "jax 0.12"])
+def test_values_in_main_memory_count_once_where_they_share_room(page, tmp_path):
+    text = re.sub(r"^(allocation .*: size \d+)", rf"\1{page}", ASSIGNMENT, flags=re.MULTILINE)
+    (tmp_path / "module_0.step.after_optimizations-buffer-assignment.txt").write_text(text)
+    (tmp_path / "module_0.step.after_optimizations.txt").write_text("HloModule step")
+    assert read_temporaries(tmp_path / "other") is None
+    assert read_temporaries(tmp_path) == Temporaries(allocated=32768, filled=512 + 8192)

@@ -15,6 +15,8 @@ import pytest
 from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.drafters import registry
+from tests.conftest import rows_in
+from tests.decoding.test_rows import rows_of
 from tests.tiny_folders import save_draft
 
 ROWS = int(os.environ.get("CLOVER_JAX_SOAK_ROWS", "10000"))
@@ -38,7 +40,7 @@ def draft(tmp_path_factory):
 def prompts(tmp_path_factory):
     """Rows of many lengths and settings; every 97th is not one."""
     shipped = Path(load_base(BASE).directory) / "prompts.jsonl"
-    texts = [json.loads(line)["prompt"] for line in shipped.read_text().splitlines()]
+    texts = [row["prompt"] for row in rows_in(shipped)]
     pick = random.Random(0)
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     with path.open("w") as file:
@@ -68,12 +70,6 @@ def count_rows(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def rows(path: Path) -> list[dict]:
-    """Return the rows but for their times, which are no part of a result."""
-    found = [json.loads(line) for line in path.read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in found]
-
-
 @pytest.mark.slow
 def test_a_long_run_keeps_every_row_and_its_memory(prompts, draft, tmp_path):
     whole, halves = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl"
@@ -86,7 +82,7 @@ def test_a_long_run_keeps_every_row_and_its_memory(prompts, draft, tmp_path):
     assert process.returncode == 1  # the rows that are none
     report = json.loads(whole.with_suffix(".stdout").read_text().splitlines()[-1])
     assert report["failed"] == ROWS // 97
-    assert [row["index"] for row in rows(whole)] == list(range(ROWS))
+    assert [row["index"] for row in rows_in(whole)] == list(range(ROWS))
     early = max(m for done, m in memory.items() if ROWS / 10 < done < ROWS / 2)
     late = max(m for done, m in memory.items() if done >= ROWS / 2)
     print(json.dumps({"early_kB": early, "late_kB": late, **report}))
@@ -100,4 +96,4 @@ def test_a_long_run_keeps_every_row_and_its_memory(prompts, draft, tmp_path):
     process.wait()
     assert count_rows(halves) < ROWS
     assert generate(prompts, draft, halves).wait() == 1
-    assert rows(halves) == rows(whole)
+    assert rows_of(halves) == rows_of(whole)

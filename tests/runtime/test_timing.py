@@ -1,12 +1,73 @@
-"""Progress: a bar for terminals, plain lines elsewhere."""
+"""Time: what compiling took, functions timed alternately, and how far a run is."""
 
 import io
 
+import jax
+import jax.monitoring
+import jax.numpy as jnp
 import pytest
 
 from clover_jax.errors import UserError
-from clover_jax.runtime import progress
+from clover_jax.runtime import compile_clock, progress
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import passing_note, progress_bar
+from clover_jax.runtime.turns import WARM_UP, time_in_turns
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+def test_a_second_call_compiles_nothing():
+    program, x = jax.jit(lambda x: jnp.sin(x) @ x), jnp.ones((3, 3))
+    with CompileClock() as clock:
+        program(x)
+    first = clock.seconds
+    assert first > 0
+    program(x + 1)  # outside: does not count
+    with CompileClock() as clock:
+        program(x)
+    assert clock.seconds == 0
+
+
+def test_what_overlaps_counts_once(monkeypatch):
+    now = iter([3.0, 5.0, 9.0])
+    monkeypatch.setattr(compile_clock.time, "perf_counter", lambda: next(now))
+    with CompileClock() as clock:
+        jax.monitoring.record_event_duration_secs(EVENT, 1.0)  # 2 to 3
+        jax.monitoring.record_event_duration_secs(EVENT, 4.0)  # 1 to 5
+        jax.monitoring.record_event_duration_secs(EVENT, 2.0)  # 7 to 9
+        jax.monitoring.record_event_duration_secs("/jax/other", 2.0)
+    assert clock.seconds == pytest.approx(6)
+
+
+class Clock:
+    def __init__(self):
+        self.now, self.order = 0.0, []
+
+    def __call__(self):
+        return self.now
+
+    def run(self, name, seconds):
+        def call():
+            self.order.append(name)
+            self.now += next(seconds) if hasattr(seconds, "__next__") else seconds
+
+        return call
+
+
+def test_the_median_of_the_rounds_is_taken_after_the_warm_up():
+    clock = Clock()
+    slow_start = iter([9.0, 9.0, 9.0, 1.0, 5.0, 2.0])
+    runs = {"a": clock.run("a", slow_start), "b": clock.run("b", 0.5)}
+    assert time_in_turns(runs, 3, clock=clock) == {"a": 2.0, "b": 0.5}
+    assert clock.order[2 * WARM_UP :] == ["a", "b"] * 3
+
+
+def test_short_functions_are_called_several_times_a_turn_and_single_ones_once():
+    clock = Clock()
+    runs = {"short": clock.run("short", 0.001), "single": clock.run("single", 0.001)}
+    timed = time_in_turns(runs, 2, single=["single"], clock=clock)
+    assert timed == {"short": pytest.approx(0.001), "single": pytest.approx(0.001)}
+    assert clock.order[2 * WARM_UP :] == (["short"] * 5 + ["single"]) * 2
 
 
 class Terminal(io.StringIO):
@@ -69,10 +130,8 @@ def test_on_a_terminal_there_is_a_bar():
         bar.update(2)
         bar.write("a line of its own")
     shown = file.getvalue()
-    assert "train: 100%" in shown
-    assert "2/2 " in shown
-    assert "loss 1.5" in shown
-    assert "a line of its own\n" in shown
+    for words in ("train: 100%", "2/2 ", "loss 1.5", "a line of its own\n"):
+        assert words in shown
     assert shown.endswith("\n")
 
 

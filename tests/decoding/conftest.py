@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from clover_jax import cli, generate
+from clover_jax import generate
 from clover_jax.data.tokenizer import load_tokenizer
+from tests.conftest import rows_in, run_command
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 
@@ -28,13 +29,7 @@ def tokenizer(base):
 def command(base, capsys):
     """Run the command in this process: (status, lines of stdout, stderr)."""
 
-    def run(*argv, base=base):
-        capsys.readouterr()
-        status = cli.run(generate.main, generate.define_flags, [f"--base={base}", *map(str, argv)])
-        printed = capsys.readouterr()
-        return status, printed.out.splitlines(), printed.err
-
-    return run
+    return lambda *argv, base=base: run_command(capsys, generate, f"--base={base}", *argv)
 
 
 @pytest.fixture
@@ -57,6 +52,6 @@ def decode(command, prompts_file, tmp_path):
         arguments += ("--batch_size=2", "--max_new_tokens=20")
         status, _, error = command(*arguments, *argv, **options)
         assert status in (0, 1), error
-        return status, [json.loads(line) for line in output.read_text().splitlines()]
+        return status, rows_in(output)
 
     return run

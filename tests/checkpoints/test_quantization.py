@@ -17,7 +17,6 @@ from clover_jax.checkpoints.quantization import (
     quantize_base,
     quantize_params,
 )
-from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import identity_of, load, load_shapes, state_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.step import speculate_and_verify
@@ -34,11 +33,12 @@ from tests.tiny_models import (
     LLAMA3_8B,
     SMALL_TREE,
     TINY,
-    decode_all,
+    decoded,
     lively_params,
     random_base,
     random_head,
     random_prompts,
+    texts_of,
 )
 
 PROMPTS = random_prompts(6, seed=3)
@@ -71,15 +71,13 @@ def plain_texts(rounded_base: bool):
 
 
 def texts(base, head, params, tree):
-    rows = decode_all(Engine(TINY, head, tree, batch_size=3), base, params, PROMPTS, 16)
-    return [row.output_ids for row in rows]
+    drafter = (head, params) if head else None
+    return texts_of(decoded(drafter, tree, PROMPTS, 16, base=base, batch_size=3))
 
 
 def test_a_rounded_head_leaves_the_text_as_it_is():
-    base, params = (
-        quantize_base(random_base(), ("draft",)),
-        quantize_params(lively_params(name="eagle3")),
-    )
+    base = quantize_base(random_base(), ("draft",))
+    params = quantize_params(lively_params(name="eagle3"))
     assert texts(base, random_head(name="eagle3")[0], params, SMALL_TREE) == plain_texts(False)
 
 
@@ -94,20 +92,13 @@ def test_a_rounded_head_computes_with_what_its_matrices_stand_for(name):
     @jax.jit
     def logits(params, base, features):
         frozen = frozen_from_base(base)
-        states = module.apply(
-            {"params": params},
-            frozen,
-            features,
-            Batch(tokens, ones, tokens, ones > 0),
-            rng,
-            method="train_forward",
-        )
-        return module.apply({"params": params}, frozen, states[0], 0, method="logits")
+        apply = functools.partial(module.apply, {"params": params}, frozen)
+        batch = Batch(tokens, ones, tokens, ones > 0)
+        states = apply(features, batch, rng, method="train_forward")
+        return apply(states[0], 0, method="logits")
 
-    features, params = (
-        jax.random.normal(rng, (1, 6, width)),
-        quantize_params(lively_params(name=name)),
-    )
+    features = jax.random.normal(rng, (1, 6, width))
+    params = quantize_params(lively_params(name=name))
     found = logits(params, base, features)
     expected = logits(widened(params), widened(base), features)
     np.testing.assert_allclose(found, expected, atol=1e-4)
@@ -126,9 +117,8 @@ def test_a_tied_lm_head_is_rounded_beside_the_embedding():
     params = random_base(tied)
     rounded = quantize_base(params, ("base",))
     assert rounded["embedding"] is params["embedding"]
-    np.testing.assert_array_equal(
-        rounded["lm_head"].values, quantize(params["embedding"], (1,)).values
-    )
+    again = quantize(params["embedding"], (1,))
+    np.testing.assert_array_equal(rounded["lm_head"].values, again.values)
     assert set(quantize_base(params, ("draft",))) == {*params, "draft_lm_head"}
 
 
@@ -146,20 +136,16 @@ def test_loaded_models_are_known_by_their_base_as_it_was(parts, fixtures_dir):
     models = load(ModelSpec(source, draft=str(folder / "clover2"), dtype="float32", int8=parts))
     assert models.int8 == parts
     assert fingerprint(models.base) == fingerprint(load_base(source))
-    assert isinstance(models.base.params["layers_0"]["mlp"]["down"], Int8Matrix) == (
-        "base" in parts
-    )
+    down = models.base.params["layers_0"]["mlp"]["down"]
+    assert isinstance(down, Int8Matrix) == ("base" in parts)
     assert isinstance(models.draft_params["projector_0"], Int8Matrix)
     assert identity_of(models)["int8"] == list(parts)
 
 
-def test_another_word_is_refused():
+def test_another_word_is_refused_and_a_user_on_a_cpu_is_told_that_it_does_not_pay_there():
     with pytest.raises(UserError, match=r"--int8=draft,head: 'head' is not one of base, draft"):
         parse_parts(["draft", "head"])
     assert parse_parts(["draft", "base"]) == ("base", "draft")
-
-
-def test_a_user_on_a_cpu_is_told_that_it_does_not_pay_there():
     assert "longer on CPU" in quantization_notice(("draft",))
     assert quantization_notice(()) is None
 

@@ -1,21 +1,26 @@
-"""What compilers make of a whole decode step; compilers of absent hardware must be installed."""
+"""What compilers make of decoding and training steps; some need those of absent hardware."""
 
+import dataclasses
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from clover_jax.decoding.spec import ModelSpec
-from clover_jax.evaluation import compiled
+from clover_jax.evaluation import compiled, dry_run
+from clover_jax.evaluation.dry_run import step_shapes
 from clover_jax.evaluation.targets import CHIPS, Target, find_devices, parse_target
 from clover_jax.models.meshes import MeshShape, make_mesh
+from clover_jax.training.settings import TrainSettings
 from experiments.aot import decoding
 from experiments.aot.__main__ import main
-from tests.conftest import REPOSITORY
+from experiments.aot.hlo import Program
+from experiments.aot.training import compile_training_step
+from tests.conftest import run_program
 
 
 def test_the_report_and_the_program_are_written(tmp_path, capsys, monkeypatch):
@@ -33,10 +38,7 @@ def test_the_report_and_the_program_are_written(tmp_path, capsys, monkeypatch):
         (["melt"], "'melt' is not a command; use decode or train"),
         (["decode"], "--target is required, such as tpu-v6e:2x2"),
         (["train", "--target=tpu-v9:2x2"], "--target=tpu-v9:2x2 is unknown"),
-        (
-            ["decode", "--target=tpu-v6e:2x2", "--program=/missing/step"],
-            "--program=/missing/step must be a file in a folder that exists",
-        ),
+        (["decode", "--target=tpu-v6e:2x2", "--program=/missing/step"], "must be a file in a fol"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(argv, said, capsys):
@@ -54,15 +56,8 @@ def figures(command, target, *flags):
         pytest.skip(f"{module} is not installed")
     # The precision that the other tests ask for widens a GPU's bfloat16 products.
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DEFAULT_MATMUL_PRECISION"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "experiments.aot", command, f"--target={target}", *flags],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
+    flags = command, f"--target={target}", *flags
+    finished = run_program(sys.executable, "-m", "experiments.aot", *flags, env=environment)
     return json.loads(finished.stdout.splitlines()[-1])
 
 
@@ -136,9 +131,88 @@ def test_the_training_step_compiles_for_absent_hardware(target):
 @pytest.mark.aot
 def test_no_more_than_two_layers_experts_are_gathered_at_a_time():
     flags = ["--mesh=fsdp=16", "--drafter=clover_lr", "--num_positions=1", "--batch_size=16"]
-    two, six = (
-        figures("train", "tpu-v5e:4x4", *flags, "--seq_len=256", f"--base=shape:qwen3-30b-a3b:{n}")
-        for n in (2, 6)
-    )
+    flags += ["--seq_len=256", "--base=shape:qwen3-30b-a3b"]
+    two, six = (figures("train", "tpu-v5e:4x4", *flags[:-1], f"{flags[-1]}:{n}") for n in (2, 6))
     # A layer's experts are 1.2 GB.
     assert six["temporaries"] - two["temporaries"] < 0.5e9
+
+
+SIZES = {"batch_size": 2, "seq_len": 128, "num_positions": 2, "num_augmenting_layers": 1}
+SMALL = TrainSettings(base="shape:64x1x8192", **SIZES, loss_chunk=32)
+ALL_LOGITS = SMALL.batch_size * SMALL.seq_len * 8192  # B x S x V
+
+
+def compile_small(**changes):
+    """Let this machine's compiler stand for the target's; return the figures and the text."""
+    step = step_shapes(dataclasses.replace(SMALL, **changes), jnp.dtype("float32"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dry_run, "find_devices", lambda target, count: jax.devices())
+        return compile_training_step(step, MeshShape(), parse_target("tpu-v5e:4x4"))
+
+
+@pytest.fixture(scope="module")
+def small():
+    return compile_small()
+
+
+def test_no_array_has_the_logits_of_all_positions(small):
+    compiled, text = small
+    assert largest_over_vocabulary(text) == 32 * 8192
+    assert compiled.temporaries < 4 * SMALL.num_positions * ALL_LOGITS
+
+
+def test_without_chunks_the_logits_of_all_positions_would_be_found():
+    compiled, text = compile_small(loss_chunk=SMALL.batch_size * SMALL.seq_len)
+    assert largest_over_vocabulary(text) >= ALL_LOGITS
+    assert compiled.temporaries > 4 * SMALL.num_positions * ALL_LOGITS
+
+
+def largest_over_vocabulary(text):
+    """Return the entries of the largest array of logits in a program, the base's matrices aside."""
+    program = Program(text)
+    sizes = [
+        array.num_bytes // 4
+        for computation in program.computations.values()
+        for instruction in computation.instructions.values()
+        for array in instruction.results
+        if 8192 in array.dims and array.sizes != (64, 8192)
+    ]
+    return max(sizes)
+
+
+def test_figures_add_up_to_what_a_device_holds(small):
+    compiled, _ = small
+    kept = sum(compiled.arguments.values()) + compiled.temporaries
+    assert compiled.resident == pytest.approx(kept, rel=0.01)
+    assert set(compiled.arguments) == {"base", "draft", "optimizer", "batch"}
+    assert compiled.sent == []
+    assert compiled.largest_gather == 0
+
+
+# Prints the report of a step on eight devices, for settings given as JSON.
+SHARDED = """
+import json, sys
+import jax
+from clover_jax import cli
+from clover_jax.evaluation import dry_run
+from clover_jax.evaluation.targets import parse_target
+from clover_jax.training.settings import TrainSettings
+from experiments.aot.training import compile_and_describe
+
+dry_run.find_devices = lambda target, count: jax.devices()
+settings = TrainSettings.from_dict(json.loads(sys.argv[1]))
+cli.report(compile_and_describe(settings, "fsdp=4,tensor=2", parse_target("gpu-h200")))
+"""
+
+
+def test_a_sharded_base_is_gathered_in_pieces(run_python):
+    settings = dataclasses.replace(SMALL, batch_size=8, num_positions=1, dtype="float32")
+    *lines, report = run_python(SHARDED, json.dumps(settings.to_dict()), devices=8).splitlines()
+    row = json.loads(report)
+    # Its matrices over the vocabulary are the largest; fsdp gathers what tensor leaves of them.
+    assert row["largest_gather"] == 4 * 64 * 8192 // 2
+    assert row["largest_gather"] < row["whole_base"] / 2
+    kinds = {sent["kind"] for sent in row["sent"]}
+    assert kinds >= {"all-gather", "all-reduce"}
+    assert row["arguments"]["base"] == pytest.approx(row["whole_base"] / 4, rel=0.01)
+    assert any(line.startswith("collectives of a step: ") for line in lines)

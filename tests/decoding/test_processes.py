@@ -1,15 +1,12 @@
 """Real processes that decode as one: the rows are those of one, whoever is killed meanwhile."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from tests.conftest import REPOSITORY, WARNINGS
-from tests.generate.test_rows import ragged_rows, rows_of
+from tests.conftest import PYTHON, run_program
+from tests.decoding.test_rows import ragged_rows, rows_of
 from tests.killed_processes import LAUNCH, lines_in, run_through_kills, start
 
 
@@ -77,11 +74,8 @@ with joined_processes():
 @pytest.mark.slow
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_process_that_fails_alone_does_not_wait_for_the_others(failing):
-    command = [LAUNCH, "2", sys.executable, *WARNINGS, "-c", FAILS_ALONE, str(failing)]
-    environment = os.environ | {"GRACE": "60"}
-    finished = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True
-    )
+    program = *PYTHON, "-c", FAILS_ALONE, str(failing)
+    finished = run_program(LAUNCH, "2", *program, status=None, GRACE="60")
     assert finished.returncode in (1, 3), finished.stderr
     assert "OSError: no space left here" in finished.stderr
     assert f"process {1 - failing}: another process of this run has ended" in finished.stderr
