@@ -56,7 +56,8 @@ class Prompt:
     turns: what the user says, one turn after the other; each answer enters the context. A turn may
         also be messages, which end with the user's or a tool's.
     variables: what else the chat template may read, tools for example.
-    seed, temperature, top_k, top_p, max_new_tokens, stop: None where the command's own holds.
+    seed, temperature, top_k, top_p, max_new_tokens, stop, stop_token_ids: None where the
+        command's own holds.
     min_new_tokens, logit_bias: as in `generation.settings`; None for none.
     category: the row's group in reports.
     prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
@@ -74,6 +75,7 @@ class Prompt:
     top_p: float | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] | None = None
     category: str | None = None
     prediction: str | None = None
     min_new_tokens: int | None = None
@@ -358,6 +360,12 @@ ROW_FIELDS = {
         ),
         "a string or a list of strings, none of them empty",
         lambda value: (value,) if is_text(value) else tuple(value),
+    ),
+    "stop_token_ids": RowField(
+        "stop_token_ids",
+        lambda value: value == [] or _is_list(value, lambda id_: _is_whole(id_, 0)),
+        "a list of token ids",
+        tuple,
     ),
     "category": RowField("category", is_text, "a string", str),
     "prediction": RowField("prediction", is_text, "a string", str),

@@ -22,7 +22,7 @@ from clover_jax.field_types import check_settings, check_types, setting
 
 _ROW_OPTIONS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "logit_bias", "seed"),
-    "stop",
+    *("stop", "stop_token_ids"),
 )
 
 # The units of streamed text: see `RowState`.
@@ -37,7 +37,9 @@ class GenerationSettings(SamplingParams):
     """The settings of a row.
 
     seed: None derives it from the run's seed and the row's index.
-    stop: may be a single string, or None.
+    stop: may be a single string, or None. One that is a special token ends the text as an
+        end-of-sequence token does, since such a token has no text.
+    stop_token_ids: tokens that end the text; it contains them unless they are special.
     min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still end the
         text.
     logit_bias: pairs of a token id and a number to add to its logit; may be a mapping too.
@@ -47,6 +49,7 @@ class GenerationSettings(SamplingParams):
     stop: str | tuple[str, ...] | None = _text(
         (), "end the text before this string; may be repeated", repeated=True
     )
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = _text(False, "continue after an end-of-sequence token")
     context_overflow: str = _text(
         "error",

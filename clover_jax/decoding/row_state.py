@@ -256,6 +256,11 @@ class RowState:
         self._settings = settings.for_row(prompt)
         self._models, self._watched_by = models, watched_by
         self._turns: list[Turn] = []
+        self._stop_ids = self._settings.stop_token_ids
+        if models.tokenizer is not None:
+            special = models.tokenizer.get_added_vocab()
+            ids = [special[text] for text in self._settings.stop or () if text in special]
+            self._stop_ids = tuple(dict.fromkeys((*self._stop_ids, *ids)))
         if self._settings.stop and models.tokenizer is None:
             raise UserError(
                 f"{prompt.source}: stop strings need the base's tokenizer files, which are "
@@ -283,7 +288,7 @@ class RowState:
             self.prompt.index,
             fitting,
             self._settings.max_new_tokens,
-            () if self._settings.ignore_eos else base.eos_token_ids,
+            (*(() if self._settings.ignore_eos else base.eos_token_ids), *self._stop_ids),
             params=self._settings.warping,
             seed=self._settings.seed,
             turn=len(self._turns),
@@ -321,6 +326,8 @@ class RowState:
             accepted = row.accepted[: forwards_until(row.accepted, cut.num_kept)]
             ids, text = row.output_ids[: cut.num_kept], cut.text
             kept = dataclasses.replace(row, output_ids=ids, accepted=accepted, finish_reason="stop")
+        elif row.finish_reason == "eos" and row.output_ids[-1] in self._stop_ids:
+            kept = dataclasses.replace(row, finish_reason="stop")
         turn = Turn(
             prompt_ids=kept.prompt_ids,
             output_ids=kept.output_ids,

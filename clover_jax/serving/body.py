@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import json
+import zlib
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -73,13 +74,36 @@ async def read_object(
             f"the Content-Type must be application/json, not {shown(kind)}", param="Content-Type"
         )
 
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", "gzip"):
+        raise ApiError(
+            f"the Content-Encoding must be gzip or none, not {shown(encoding)}",
+            HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+            param="Content-Encoding",
+        )
     # A slow or endless body costs no more than these seconds and bytes.
     try:
         async with asyncio.timeout(seconds):
-            return parse_object(await _read(request, max_bytes))
+            body = await _read(request, max_bytes)
     except TimeoutError:
         message = f"the body did not arrive within {seconds:g} s"
         raise ApiError(message, HTTPStatus.REQUEST_TIMEOUT, headers=_CLOSE) from None
+    return parse_object(_unzipped(body, max_bytes) if encoding == "gzip" else body)
+
+
+def _unzipped(body: bytes, max_bytes: int) -> bytes:
+    # Never more than the limit in memory, whatever a few bytes promise to become.
+    reader = zlib.decompressobj(zlib.MAX_WBITS | 16)
+    try:
+        text = reader.decompress(body, max_bytes + 1)
+    except zlib.error:
+        raise ApiError("the body is not gzip", param="Content-Encoding") from None
+    if len(text) > max_bytes:
+        message = f"the body is longer than {max_bytes} bytes; ask for less at once"
+        raise ApiError(message, HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+    if not reader.eof:
+        raise ApiError("the body ends before its gzip stream does", param="Content-Encoding")
+    return text
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:

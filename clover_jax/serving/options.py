@@ -57,6 +57,9 @@ class ServeOptions:
     allowed_origins: tuple[str, ...] = _listen(
         (), "web origins whose pages may call the server, such as https://example.org; * is all"
     )
+    allowed_hosts: tuple[str, ...] = _listen(
+        (), "names besides localhost that requests without a key may use, as host.docker.internal"
+    )
     served_model_name: str | None = _listen(None, "name of the model in the API [--base]")
     page: bool = _listen(True, "serve the page for the browser at /")
 
@@ -66,6 +69,14 @@ class ServeOptions:
         "auto draws for heads with weights and static trees without copies",
         group="sampling",
         choices=DRAFT_SAMPLINGS,
+    )
+
+    generation_config: str = setting(
+        "auto",
+        "sampling of requests that do not say: auto is temperature, top_p and top_k of the base's "
+        "generation_config.json; none is temperature 1",
+        group="sampling",
+        choices=("auto", "none"),
     )
 
     batch_size: int = _limit(8, "requests decoded at once", least=1)

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
-from clover_jax.data.forms import read_messages, read_variables
+from clover_jax.data.forms import VARIABLES, read_messages, read_variables
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import shown
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
+from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError
 from clover_jax.serving.shapes import (
@@ -33,13 +34,15 @@ class Served(NamedTuple):
 
     model: the name that it may ask for. max_model_len: tokens of a prompt and its answer.
     max_asks: choices that one request may have, over all of its prompts.
-    reads_tools: whether the chat template has a place for tools.
+    template_words: the words of the chat template, which reads a variable that is one of them.
+    usual: the sampling of requests that do not say.
     """
 
     model: str
     max_model_len: int
     max_asks: int
-    reads_tools: bool = True
+    template_words: frozenset[str] = frozenset({"tools"})
+    usual: SamplingParams = SamplingParams(temperature=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +76,21 @@ class Ask:
         if num_tokens + max_tokens <= context:
             return
         # A shorter answer helps only where the prompt by itself leaves room.
+        # Clients know what has happened by these words alone, and then compact their history.
+        words = f"this model's maximum context length is {context} tokens"
         if num_tokens >= context:
-            words = f"and the context is {context}, answer included; give {context - 1} or fewer"
+            words = (
+                f"prompt is too long: {num_tokens} tokens; {words}, answer included; give "
+                f"{context - 1} or fewer"
+            )
         else:
             words = (
-                f"and max_tokens ({max_tokens}) exceed the context of {context}; ask for "
-                f"{context - num_tokens} or fewer, or shorten the prompt"
+                f"{words}, and the prompt's {num_tokens} tokens and max_tokens ({max_tokens}) are "
+                f"{num_tokens + max_tokens}; ask for {context - num_tokens} or fewer, or shorten "
+                "the prompt"
             )
         source = self.prompt.source
-        raise ApiError(
-            f"{source}: {num_tokens} tokens {words}", param=source, code="context_length_exceeded"
-        )
+        raise ApiError(f"{source}: {words}", param=source, code="context_length_exceeded")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +172,15 @@ def conversation_prompt(
         item.model_dump(exclude_unset=True) | {"role": item.role.replace("developer", "system")}
         for item in messages
     ]
-    body = request.model_dump(include={"tools", "documents", "chat_template_kwargs"})
+    body = request.model_dump(include={*VARIABLES, "chat_template_kwargs"})
     try:
         read = read_messages(listed, "messages").messages
         variables = read_variables(body)
     except UserError as error:
         raise ApiError(str(error), param=str(error).split(" ")[0]) from None
-    if variables.get("tools") and not served.reads_tools:
-        raise ApiError("tools: the model's chat template has no place for them", param="tools")
+    for name, value in variables.items():
+        if value and name not in served.template_words:
+            raise ApiError(f"{name}: the model's chat template has no place for it", param=name)
     return Prompt(0, "messages", messages=read, variables=variables, prediction=prediction)
 
 
@@ -204,7 +212,7 @@ def _call(
     top_logprobs: int | None,
     echo: bool = False,
 ) -> Call:
-    n, streams = request.n or 1, bool(request.stream)
+    n, streams, usual = request.n or 1, bool(request.stream), served.usual
     # Of more choices the best would have to be picked.
     if request.best_of not in (None, n):
         raise ApiError(
@@ -227,15 +235,15 @@ def _call(
             param="min_tokens",
         )
     settings = GenerationSettings(
-        # As OpenAI's: plain sampling unless the client says otherwise.
-        temperature=1.0 if request.temperature is None else float(request.temperature),
-        top_p=1.0 if request.top_p is None else float(request.top_p),
+        temperature=float(_or(request.temperature, usual.temperature)),
+        top_p=float(_or(request.top_p, usual.top_p)),
         # Keeping all tokens is -1 in vLLM's API and 0 here.
-        top_k=max(request.top_k or 0, 0),
+        top_k=max(_or(request.top_k, usual.top_k), 0),
         max_new_tokens=most_tokens,
         min_new_tokens=request.min_tokens or 0,
         logit_bias=request.logit_bias or (),
         stop=tuple(request.stop or ()),
+        stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else request.seed % _SEEDS,
     )
@@ -268,6 +276,10 @@ def _call(
         tells_forwards=bool(request.forwards),
         draft=request.draft,
     )
+
+
+def _or(value: float | None, usual: float) -> Any:
+    return usual if value is None else value
 
 
 def _prompts(value: list[str] | list[list[int]], prediction: str | None) -> list[Prompt]:

@@ -11,6 +11,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import h11
@@ -21,11 +22,14 @@ from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.data.chat_templates import words_of
 from clover_jax.decoding.models import Models, load
+from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.errors import UserError
+from clover_jax.field_types import check_values
 from clover_jax.runtime.device_memory import advise_on_memory, keep_freed_memory
 from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.files import read_json_object
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.serving.app import make_app
 from clover_jax.serving.body import ApiError
@@ -214,9 +218,34 @@ def _start(options: ServeOptions) -> Ready:
     for each in (scheduler, *others.values()):
         each.start()
     tokenizer = models.tokenizer
-    reads_tools = tokenizer is not None and "tools" in words_of(tokenizer)
-    served = Served(options.model_name, scheduler.context, options.max_waiting, reads_tools)
+    words = frozenset(words_of(tokenizer) if tokenizer is not None else ())
+    usual = SamplingParams(temperature=1.0)
+    if options.generation_config == "auto":
+        usual = published_sampling(models.base.directory)
+    if usual != SamplingParams(temperature=1.0):
+        say(
+            f"requests that do not say use temperature {usual.temperature:g}, top_p "
+            f"{usual.top_p:g} and top_k {usual.top_k}, from generation_config.json"
+        )
+    named, context = options.model_name, scheduler.context
+    served = Served(named, context, options.max_waiting, words, usual)
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
+
+
+def published_sampling(directory: Path) -> SamplingParams:
+    """Return the sampling that a base's generation_config.json names, temperature 1 without one.
+
+    Raises UserError for values that make no distribution.
+    """
+    path = directory / "generation_config.json"
+    values = read_json_object(path) if path.is_file() else {}
+    found = {name: values.get(name) for name in ("temperature", "top_k", "top_p")}
+    given = {name: value for name, value in found.items() if value is not None}
+    try:
+        check_values(SamplingParams, given)
+        return SamplingParams(**{"temperature": 1.0} | given)
+    except UserError as error:
+        raise UserError(f"{path}: {error}; --generation_config=none ignores it") from None
 
 
 def _load(options: ServeOptions) -> tuple[Models, Scheduler]:

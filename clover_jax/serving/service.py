@@ -96,10 +96,11 @@ class Service:
         name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
         # A key is protection enough, and an address in the network may be reached by any name.
         is_open = self.needs_key or not is_loopback(self.options.host)
-        if not is_open and not is_loopback(name.strip("[]")):
+        is_known = name.lower() in map(str.lower, self.options.allowed_hosts)
+        if not (is_open or is_known or is_loopback(name.strip("[]"))):
             raise ApiError(
                 f"without --api_key, a server at {self.options.host} answers to localhost only, "
-                f"and the request is for {name!r}",
+                f"and the request is for {name!r}: start it with --allowed_hosts={name}",
                 HTTPStatus.FORBIDDEN,
                 param="Host",
             )
@@ -107,8 +108,8 @@ class Service:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
         # Digests have one length, and all are compared, so the time does not depend on the key.
         digest = hashlib.sha256(key.strip().encode()).digest()
-        is_known = [hmac.compare_digest(digest, known) for known in self._keys]
-        if self.needs_key and not (kind.lower() == "bearer" and any(is_known)):
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        if self.needs_key and not (kind.lower() == "bearer" and any(matches)):
             raise ApiError(
                 "a key is needed, and this is none of those: send Authorization: Bearer KEY",
                 HTTPStatus.UNAUTHORIZED,

@@ -1,7 +1,7 @@
 """The shapes of OpenAI's bodies, and messages for bodies that do not fit.
 
-Fields that change nothing are ignored, as other servers do. A field that would change the text and
-is not supported is refused by its name, unless its value is the neutral one.
+A field is done, or harmless (it changes no text and is ignored), or not done and refused by its
+name unless its value is the neutral one. A field that nobody knows is refused, as OpenAI does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_STOPS = 64
 _BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
     ((), "audio chat_template prompt_embeds truncate_prompt_tokens web_search_options"),
     (([],), "allowed_token_ids bad_words documents functions guided_choice logits_processors"),
-    (([],), "stop_token_ids tools"),
+    (([],), "tools"),
     (({},), "chat_template_kwargs structured_outputs"),
     (("",), "guided_grammar guided_regex suffix"),
     (({}, ""), "guided_json"),
@@ -41,6 +41,11 @@ _BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
 _NOT_DONE = dict(
     sorted((name, neutral) for neutral, names in _BY_NEUTRAL_VALUES for name in names.split())
 )
+_HARMLESS = {
+    *("cache_salt", "include_reasoning", "metadata", "parallel_tool_calls", "priority"),
+    *("prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
+    *("service_tier", "store"),
+}
 _NOT_DONE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {"audio": ()}
 
 
@@ -117,6 +122,7 @@ def _as_prediction(value: Any) -> Any:
 
 Text = Annotated[str, AfterValidator(_whole_text)]
 _Stop = Annotated[Text, Field(min_length=1)]
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Shape(pydantic.BaseModel):
@@ -144,6 +150,7 @@ class CommonRequest(_Shape):
         Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = None
+    stop_token_ids: Annotated[list[_Id], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     prediction: Annotated[Text | None, BeforeValidator(_as_prediction)] = None
     stream: bool | None = None
@@ -176,6 +183,8 @@ class _Conversation(_Shape):
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Text | None = None
 
 
 class ChatRequest(CommonRequest, _Conversation):
@@ -205,7 +214,7 @@ class DetokenizeRequest(_Shape):
     """The body of /detokenize, as vLLM has it."""
 
     model: Text | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+    tokens: Annotated[list[_Id], Field(fail_fast=True)]
 
 
 S = TypeVar("S", bound=_Shape)
@@ -222,6 +231,9 @@ def validated(kind: type[S], body: Mapping[str, Any]) -> S:
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):
             _refuse_not_done(message, _NOT_DONE_IN_MESSAGES, f"messages[{index}].")
+    unknown = sorted(body.keys() - kind.model_fields - _NOT_DONE.keys() - _HARMLESS)
+    if unknown:
+        raise ApiError(f"unknown field {shown(unknown[0])}", param=unknown[0])
     try:
         return kind.model_validate(body)
     except pydantic.ValidationError as error:

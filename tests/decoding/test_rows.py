@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -153,7 +154,7 @@ def test_sampled_text_is_that_of_plain_sampling_row_by_row(command, prompts_file
         return [json.loads(line)["output_ids"] for line in lines[:-1]]
 
     plain = texts("--batch_size=3")
-    assert texts(f"--draft={draft}", "--batch_size=2") == plain
+    assert texts(f"--draft={draft}", "--draft_sampling=topk", "--batch_size=2") == plain
     assert texts("--batch_size=3", "--seed=7")[:5] == plain[:5]  # seeds of their own, or greedy
     assert texts("--batch_size=3", "--seed=7")[5] != plain[5]
 
@@ -195,6 +196,33 @@ def test_a_stop_string_cuts_text_and_tokens(decode, draft, tokenizer):
         assert emitted[0] < place <= emitted[1]
         assert flags or row["tau"] == 1
         assert other["output_ids"] == plain["output_ids"]
+
+
+def test_a_stop_token_ends_the_text_and_a_special_one_may_be_named(decode, base, tmp_path):
+    _, (plain,) = decode([{"prompt": "the"}])
+    ids = plain["output_ids"]
+    at = next(i for i in range(1, len(ids)) if ids[i] not in ids[:i])
+    _, (row,) = decode([{"prompt": "the", "stop_token_ids": [ids[at], 3]}])
+    assert (row["output_ids"], row["finish_reason"]) == (ids[: at + 1], "stop")
+
+    # The same token under a name that the tokenizer holds for special: it has no text.
+    copy = shutil.copytree(base, tmp_path / "base")
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    special = {"id": ids[at], "content": "<|end|>", "special": True, "normalized": False}
+    special |= {"single_word": False, "lstrip": False, "rstrip": False}
+    vocabulary = {i: token for token, i in tokenizer["model"]["vocab"].items()}
+    del tokenizer["model"]["vocab"][vocabulary[ids[at]]]
+    tokenizer["model"]["vocab"]["<|end|>"] = ids[at]
+    gone = vocabulary[ids[at]]
+    tokenizer["model"]["merges"] = [
+        pair for pair in tokenizer["model"]["merges"] if gone not in (*pair, "".join(pair))
+    ]
+    tokenizer["added_tokens"].append(special)
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    asked = {"prompt_ids": plain["prompt_ids"], "stop": "<|end|>"}
+    _, (named,) = decode([asked], base=copy)
+    assert (named["output_ids"], named["finish_reason"]) == (ids[: at + 1], "stop")
+    assert "<|end|>" not in named["text"]
 
 
 def test_rows_set_their_own_limit_and_eos_ends_them(decode, base, tmp_path):
@@ -425,8 +453,8 @@ def test_a_row_s_own_settings_win():
     ("settings", "options", "expected"),
     [
         ({}, {}, SamplingConfig("greedy")),
-        ({}, {"temperature": 0.5}, SamplingConfig("lossless")),
-        ({"temperature": 1.0}, {"top_k": 3}, SamplingConfig("lossless", truncate=True)),
+        ({}, {"temperature": 0.5}, SamplingConfig("lossless", "auto")),
+        ({"temperature": 1.0}, {"top_k": 3}, SamplingConfig("lossless", "auto", truncate=True)),
         ({"temperature": 1.0, "draft_sampling": "sampled"}, {}, SAMPLED),
         ({"draft_sampling": "sampled"}, {}, SAMPLED),
         ({"verify": "typical"}, {"temperature": 0.5}, SamplingConfig("typical")),

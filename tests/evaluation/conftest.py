@@ -96,7 +96,8 @@ def finished(folder):
 @pytest.fixture(scope="session")
 def stopped(folder):
     """A sampled run with stop strings, which cut more answers."""
-    return run(folder, folder / "stopped", "--temperature=0.8", "--stop=e", "--stop=a")
+    flags = ("--temperature=0.8", "--draft_sampling=topk", "--stop=e", "--stop=a")
+    return run(folder, folder / "stopped", *flags)
 
 
 @pytest.fixture(scope="session")

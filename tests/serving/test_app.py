@@ -1,14 +1,17 @@
 """The routes of a server beside the answers: who is let in, and what is refused in one form."""
 
 import contextlib
+import gzip
 import json
 import socket
 
 import pytest
 
+from clover_jax.decoding.sampling_config import SamplingParams
+from clover_jax.errors import UserError
 from clover_jax.serving import run
 from clover_jax.serving.options import ServeOptions, ServeSpec
-from clover_jax.serving.run import open_port
+from clover_jax.serving.run import open_port, published_sampling
 from tests.serving.asking import GREEDY, JSON, ask_app, refused, text, whole
 from tests.serving.conftest import AREA, KEY, MESSAGES
 from tests.serving.test_requests import BAD_CHATS, BAD_COMPLETIONS
@@ -47,6 +50,40 @@ def test_a_wrong_key_is_refused(server, key):
         for response in (client.get("/v1/models"), client.post("/v1/completions", json=GREEDY)):
             refused(response, 401)
             assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_other_hosts_are_named_in_the_refusal_and_may_be_allowed():
+    host = {"Host": "host.docker.internal:8000"}
+    response = ask_app("GET", "/v1/models", host)
+    assert "--allowed_hosts=host.docker.internal" in refused(response, 403, "Host")
+    # It has no model yet, which is asked after the host.
+    asked = ask_app("GET", "/v1/models", host, allowed_hosts=("host.docker.internal",))
+    assert asked.status_code == 503
+
+
+def test_a_body_may_be_gzip(client):
+    body, head = gzip.compress(json.dumps(GREEDY).encode()), {"Content-Encoding": "gzip"} | JSON
+    plain = client.post("/v1/completions", json=GREEDY).json()["choices"]
+    found = client.post("/v1/completions", content=body, headers=head)
+    assert found.json()["choices"] == plain
+    bomb = gzip.compress(b" " * 2**24)
+    refused(client.post("/v1/completions", content=bomb, headers=head), 413)
+    for wrong in (b"{}", body[:-9]):
+        sent = client.post("/v1/completions", content=wrong, headers=head)
+        refused(sent, 400, "Content-Encoding")
+    other = head | {"Content-Encoding": "br"}
+    refused(client.post("/v1/completions", content=b"x", headers=other), 415, "Content-Encoding")
+
+
+def test_what_a_base_publishes_for_sampling_is_used(tmp_path):
+    assert published_sampling(tmp_path) == SamplingParams(temperature=1.0)
+    path = tmp_path / "generation_config.json"
+    path.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": true}')
+    assert published_sampling(tmp_path) == SamplingParams(0.6, 20, 0.9)
+    for wrong in ('{"top_p": 0}', '{"temperature": "hot"}', '{"top_k": 2.5}'):
+        path.write_text(wrong)
+        with pytest.raises(UserError, match="--generation_config=none ignores it"):
+            published_sampling(tmp_path)
 
 
 def test_tokens_go_there_and_back(client, alone):
@@ -143,10 +180,12 @@ def test_what_does_not_fit_is_refused_with_both_numbers(client):
         return message
 
     path, body = "/v1/completions", GREEDY | {"prompt": [5] * 500}
-    told = "prompt: 600 tokens and the context is 512, answer included; give 511 or fewer"
+    told = (
+        "prompt: prompt is too long: 600 tokens; this model's maximum context length is 512 tokens"
+    )
     assert said(path, GREEDY | {"prompt": [5] * 600}, "prompt") == told
     message = said(path, body | {"stream": True}, "prompt")
-    assert "500 tokens and max_tokens (24) exceed the context of 512; ask for 12" in message
+    assert "tokens and max_tokens (24) are 524; ask for 12" in message
     usage = whole(client, body | {"max_tokens": 12, "ignore_eos": True})["usage"]
     assert usage["total_tokens"] == 512
     several = body | {"prompt": [[5], [5] * 500], "max_tokens": 10**15}

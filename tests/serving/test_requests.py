@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from clover_jax.decoding.requests import Generation
 from clover_jax.decoding.row_state import Turn, TurnProgress
+from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError, parse_object, read_object
 from clover_jax.serving.metrics import Metrics
@@ -332,3 +333,25 @@ def test_endings_and_times_are_counted():
         "time_to_first_token_seconds_count": 1,
     }.items():
         assert scraped[f'vllm:{name}{{model_name="m"}}'] == value
+
+
+def test_fields_are_known_or_refused():
+    chat = {"messages": MESSAGES}
+    assert read_chat(chat | {"store": True, "metadata": {"a": "b"}}, SERVED, "me").asks
+    for name in ("temprature", "thinking", "reasoning"):
+        with pytest.raises(ApiError, match=f"unknown field '{name}'"):
+            read_chat(chat | {name: 1}, SERVED, "me")
+    for name, value in (("reasoning_effort", "high"), ("enable_thinking", True)):
+        with pytest.raises(ApiError, match=f"{name}: the model's chat template has no place"):
+            read_chat(chat | {name: value}, SERVED, "me")
+        thinking = SERVED._replace(template_words=frozenset({name}))
+        (ask,) = read_chat(chat | {name: value}, thinking, "me").asks
+        assert ask.prompt.variables == {name: value}
+
+
+def test_sampling_that_a_request_does_not_name_is_the_server_s():
+    cool = SERVED._replace(usual=SamplingParams(0.6, 20, 0.9))
+    (ask,) = read_chat({"messages": MESSAGES}, cool, "me").asks
+    assert (ask.settings.temperature, ask.settings.top_k, ask.settings.top_p) == (0.6, 20, 0.9)
+    (ask,) = read_chat({"messages": MESSAGES, "temperature": 0, "top_k": -1}, cool, "me").asks
+    assert (ask.settings.temperature, ask.settings.top_k) == (0, 0)
