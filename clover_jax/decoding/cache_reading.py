@@ -19,12 +19,7 @@ from clover_jax.models.score_rules import MASKED, ScoreRules
 
 def cache_reader(attention: str) -> CacheReader | None:
     """Return the kernel of `--attention` for `cache.read_with`; None for xla."""
-    readers: dict[str, CacheReader | None] = {
-        "xla": None,
-        "pallas": _read_with_pallas,
-        "cudnn": _read_with_cudnn,
-    }
-    return readers[attention]
+    return {"xla": None, "pallas": _read_with_pallas, "cudnn": _read_with_cudnn}[attention]
 
 
 def resolve_attention(name: str, platform: str | None = None) -> str:

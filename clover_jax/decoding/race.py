@@ -76,6 +76,9 @@ class Choice:
     rates: Mapping[str, float]
     path: Path | None
 
+    def apply(self, models: Models) -> Models:
+        return models.plain() if self.name == PLAIN else models.with_tree(parse_tree(self.name))
+
     def __str__(self) -> str:
         # Plain decoding comes first among the others: it is what a tree has to beat.
         others = sorted((name for name in self.rates if name != self.name), key=PLAIN.__ne__)
@@ -121,7 +124,7 @@ def with_fastest_tree(
     with passing_note("timing trees"):
         choice = fastest_tree(models, prompts, batch_size, sampling, warping)
     say(str(choice))
-    return models.plain() if choice.name == PLAIN else models.with_tree(parse_tree(choice.name))
+    return choice.apply(models)
 
 
 def fastest_tree(

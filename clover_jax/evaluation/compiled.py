@@ -28,8 +28,8 @@ from clover_jax.decoding.models import (
     Models,
     cache_size,
     fitting_context,
+    idle_state,
     load_shapes,
-    state_shapes,
 )
 from clover_jax.decoding.programs import Options, Placement, options_for
 from clover_jax.decoding.spec import ModelSpec
@@ -294,7 +294,7 @@ def lower_step(
     # The arguments, as the engine lays them out; buffers have room for one step.
     batch = Placement(device_mesh).whole_rows(batch)
     size = cache_size(models, context, room=0)
-    states = state_shapes(models, batch, size)
+    states = jax.eval_shape(functools.partial(idle_state, models, batch, size))
     states = with_shardings(states, decode_state_shardings(states, device_mesh))
     weights = with_shardings(models.weights, param_shardings(models.weights, device_mesh))
 

@@ -78,7 +78,7 @@ def compare_passes(
     """Compare the text of each row's first pass, then those of later passes that differ from it."""
     compared = {number: compare_rows(row, plain[number]) for number, row in rows.items()}
     for one in passes:
-        size, repeat = one.key.batch_size, one.key.repeat
+        size, repeat = one.batch_size, one.repeat
         for row in one.changed:
             compared[row["row"]] += [
                 again and dataclasses.replace(again, batch_size=size, repeat=repeat)

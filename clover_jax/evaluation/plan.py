@@ -138,7 +138,10 @@ class TimedPass:
     as JSON values. revision: of this code, as `git_revision` returns it.
     """
 
-    key: PassKey
+    batch_size: int
+    task: str
+    repeat: int
+    method: str
     rows: int
     tokens: int
     seconds: float
@@ -148,9 +151,9 @@ class TimedPass:
     conditions: Mapping[str, Any]
     revision: str | None
 
-
-_OWN = [field.name for field in dataclasses.fields(TimedPass) if field.name != "key"]
-_COLUMNS = {*PassKey._fields, *_OWN}  # of the journal
+    @property
+    def key(self) -> PassKey:
+        return PassKey(self.batch_size, self.task, self.repeat, self.method)
 
 
 class PassJournal:
@@ -173,9 +176,11 @@ class PassJournal:
         another revision of the code are kept.
         """
 
+        columns = {field.name for field in dataclasses.fields(TimedPass)}
+
         # A row of another version has other columns.
         def is_usable(row: Mapping[str, Any]) -> bool:
-            return row.keys() == _COLUMNS and row["conditions"] == conditions
+            return row.keys() == columns and row["conditions"] == conditions
 
         self._path = directory / JOURNAL
         if overwrite:
@@ -185,11 +190,8 @@ class PassJournal:
         keep_rows(self._path, is_usable)
 
         # Of a pass that was begun twice the last one counts.
-        self._passes: dict[PassKey, TimedPass] = {}
-        usable = [row for row in rows if is_usable(row)]
-        for row in usable:
-            key = PassKey(*(row[name] for name in PassKey._fields))
-            self._passes[key] = TimedPass(key, **{name: row[name] for name in _OWN})
+        usable = [TimedPass(**row) for row in filter(is_usable, rows)]
+        self._passes = {one.key: one for one in usable}
         self.num_dropped = len(rows) - len(usable)
         session = max((one.session for one in self._passes.values()), default=-1) + 1
         self.origin: dict[str, Any] = {"session": session}
@@ -201,8 +203,7 @@ class PassJournal:
     def add(self, timed: TimedPass) -> None:
         """Record a pass that has just ended; only the primary process writes it."""
         if is_primary():
-            own = {name: getattr(timed, name) for name in _OWN}
-            append_row(self._path, timed.key._asdict() | own)
+            append_row(self._path, dataclasses.asdict(timed))
         self._passes[timed.key] = timed
 
     def select(self, **wanted: Any) -> list[TimedPass]:
@@ -219,8 +220,8 @@ def throughputs(passes: Iterable[TimedPass]) -> dict[int, float]:
     tokens: collections.Counter[int] = collections.Counter()
     seconds: collections.defaultdict[int, float] = collections.defaultdict(float)
     for one in passes:
-        tokens[one.key.repeat] += one.tokens
-        seconds[one.key.repeat] += one.seconds
+        tokens[one.repeat] += one.tokens
+        seconds[one.repeat] += one.seconds
     return {repeat: tokens[repeat] / seconds[repeat] for repeat in tokens if seconds[repeat] > 0}
 
 

@@ -178,9 +178,9 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
     """Return each method's speed at a batch size, over all tasks and on each."""
 
     def of(method: str, task: str | None) -> list[TimedPass]:
-        at_size = (one for one in passes if one.key.batch_size == size)
-        mine = (one for one in at_size if one.key.method == method)
-        return [one for one in mine if task in (None, one.key.task)]
+        at_size = (one for one in passes if one.batch_size == size)
+        mine = (one for one in at_size if one.method == method)
+        return [one for one in mine if task in (None, one.task)]
 
     def measured(method: str, task: str | None) -> dict[str, Any]:
         return speed(of(method, task), of(VANILLA, task))

@@ -159,7 +159,7 @@ class Evaluation:
         # Compilation after the warmup is not the method's time.
         self.journal.add(
             TimedPass(
-                key,
+                *key,
                 rows=len(prompts),
                 tokens=tokens,
                 seconds=compiling.now() - started,

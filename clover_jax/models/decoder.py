@@ -220,9 +220,7 @@ def scale_rows(rows: Float[Array, "*b D"], scale: float) -> Float[Array, "*b D"]
 
 @typed
 def project(
-    matrix: Float[Array, "V D"] | Int8Matrix,
-    hidden: Float[Array, "*b D"],
-    cap: float | None = None,
+    matrix: Float[Array, "V D"] | Int8Matrix, hidden: Float[Array, "*b D"], cap: float | None = None
 ) -> Float[Array, "*b V"]:
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
 

@@ -148,8 +148,7 @@ class Checkpoints:
         restored = self._manager.restore(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract),
-                data=ocp.args.JsonRestore(),
+                state=ocp.args.StandardRestore(abstract), data=ocp.args.JsonRestore()
             ),
         )
         batches.set_state(restored.data)
