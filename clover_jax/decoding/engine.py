@@ -77,14 +77,6 @@ class _Row:
         return self.num_read >= len(self.request.prompt_ids)
 
 
-class _Reads(NamedTuple):
-    """Chunks of prompts that were started; last: an array that is ready when the last one is."""
-
-    started: float
-    number: int
-    last: Array
-
-
 class _Chunk(NamedTuple):
     """Steps that were started, and copies of their results: the next steps donate the state.
 
@@ -173,8 +165,9 @@ class Engine:
         self._last_used = [0] * self.batch_size
         self._num_joined = 0
 
+        # Chunks of prompts that were started: when, how many, an array that is ready with the last.
+        self._reads: tuple[float, int, Array] | None = None
         # Work that the device has, and results that `take` has not returned yet.
-        self._reads: _Reads | None = None
         self._begun: _Chunk | None = None
         self._done: _Chunk | None = None
         self.step_seconds: float | None = None
@@ -312,7 +305,7 @@ class Engine:
         started, count = self._compiling.now(), 0
         while self._reading and count != num_chunks:
             last, count = self._read_chunk(self._reading[0]), count + 1
-            self._reads = _Reads(started, count, last)
+            self._reads = started, count, last
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
         """Run a chunk of steps for the rows whose prompts are read, and return their new tokens.
@@ -340,9 +333,10 @@ class Engine:
         """Wait for the device; return the slots whose rows have ended, which are free now."""
         # `read_prompts` returns before the chunks are read; their time is taken here.
         if self._reads is not None:
-            jax.block_until_ready(self._reads.last)
+            started, number, last = self._reads
+            jax.block_until_ready(last)
             now = self._compiling.now()
-            self.read_seconds = (now - self._reads.started) / self._reads.number
+            self.read_seconds = (now - started) / number
             if self._begun is not None:
                 self._begun = self._begun._replace(started=now)
             self._reads = None
@@ -495,8 +489,7 @@ class Engine:
         the token after it, so that token must be the same too.
         """
         size = min(len(self._held[slot]), len(prompt))
-        differ = self._held[slot][:size] != prompt[:size]
-        same = int(differ.argmax()) if differ.any() else size
+        same = int(np.logical_and.accumulate(self._held[slot][:size] == prompt[:size]).sum())
         return max(same - 1, 0) // self.prefill_size * self.prefill_size
 
     def _kept(self, request: Request, text: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 
-from clover_jax.runtime.compilation_cache import use_compilation_cache
+from clover_jax.cli.command import use_compilation_cache
 
 
 def test_what_jax_was_told_stands():
@@ -20,7 +20,7 @@ def test_programs_lie_under_the_users_cache_folder_host_by_host():
 
 def test_a_second_process_finds_the_first_ones_programs(tmp_path):
     source = (
-        "from clover_jax.runtime.compilation_cache import use_compilation_cache\n"
+        "from clover_jax.cli.command import use_compilation_cache\n"
         "use_compilation_cache()\n"
         "import jax, jax.numpy as jnp\n"
         "hits = []\n"
