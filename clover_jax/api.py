@@ -222,8 +222,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure drafts against plain decoding and return the key figures of the report in `output`.
 
-    drafts: name in the report -> draft, as for `load_draft`; None measures plain decoding and
-        the baselines.
+    drafts: name in the report -> draft, as for `load_draft`; None measures the baselines only.
     settings: the flags of `python -m clover_jax.evaluate`: base, prompts, repeats, ...
     """
     named = ",".join(f"{name}={source}" for name, source in (drafts or {}).items())

@@ -109,8 +109,7 @@ class LayerConfig(JsonConfig):
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
     post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 and 3).
     sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
-    activation: of the MLP's gate: "silu", "gelu" in its approximation by tanh, or "clamped", which
-        is gpt-oss's.
+    activation: of the MLP's gate: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
         token reads experts_per_token; 0 is the one MLP for all.
     normed_weights: whether the weights of a token's experts are made to sum up to 1.

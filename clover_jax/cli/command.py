@@ -5,8 +5,7 @@ A command module holds its docstring (which is its `--help`), `define_flags`, `m
     if __name__ == "__main__":
         sys.exit(cli.run(main, define_flags))
 
-Heavy imports stay inside `main`, so that `--help` and a mistyped flag answer at once. Nothing here
-imports JAX.
+Imports of JAX stay inside `main`, so that `--help` and a mistyped flag answer at once.
 """
 
 import contextlib

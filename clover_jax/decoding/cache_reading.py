@@ -26,8 +26,7 @@ def resolve_attention(name: str, platform: str | None = None) -> str:
     """Map `--attention` to "xla", "pallas" or "cudnn".
 
     "auto" is "xla" here; `decoding/race.py` may change it on a TPU or GPU.
-    platform: of the programs; None is this process's. Raises UserError for a kernel of another
-        platform.
+    platform: of the programs; None is this process's. Raises UserError for another's kernel.
     """
     platform = platform or jax.default_backend()
     if name == "pallas" and platform not in ("cpu", "tpu"):

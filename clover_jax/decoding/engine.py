@@ -4,8 +4,7 @@ A free slot takes the next request at once. Chunked prefill: the prompt of a row
 as a batch of one, chunk by chunk, while the other rows keep their state; then the row is inserted
 into its slot. Prefix caching: a slot keeps the KV caches of its last row, and a prompt that begins
 with the same tokens reuses them, so the next turn of a conversation begins where the last one
-ended. Nothing recompiles unless a request needs longer buffers than any before (lengths come in
-buckets).
+ended. Nothing recompiles unless a request needs a longer bucket of buffers than any before.
 """
 
 from __future__ import annotations
@@ -123,8 +122,7 @@ class Engine:
 
         seed: with a request's index, makes the key of a row whose request has no seed.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
-        source_size: tokens of other text to copy from that a request may bring; the rest is
-            truncated.
+        source_size: tokens of other text to copy from that a request may bring, else truncated.
         adapts: run every chunk of steps with the cheapest rules of `sampling` that its rows allow,
             one program for each set of rules; otherwise all run with `sampling`.
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes;
@@ -158,8 +156,7 @@ class Engine:
         self.state: DecodeState | None = None
         self._rows: list[_Row | None] = [None] * self.batch_size
         self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
-        # For prefix caching: the tokens whose keys and values a slot holds, the base's and the
-        # head's.
+        # For prefix caching: the tokens whose keys and values a slot holds.
         self._held = [np.zeros(0, np.int32)] * self.batch_size
         self._beginnings: list[DraftCache] = [()] * self.batch_size  # for `state.extract`
         self._last_used = [0] * self.batch_size
@@ -206,8 +203,7 @@ class Engine:
             rows: dict[int, Generation] = {}
             source = iter(requests)
             while True:
-                # Fill every free slot before the next steps; a source without a request may have
-                # one later.
+                # Fill every free slot before the next steps; None now may be a request later.
                 while slots.num_free and (request := next(source, None)) is not None:
                     row = Generation(request.index, list(request.prompt_ids))
                     rows[slots.add(request)] = row
@@ -434,8 +430,7 @@ class Engine:
             row[0, : len(ids)] = ids[:room]
             return row
 
-        # Ids are padded to fixed shapes, so that nothing recompiles. Each text to copy from begins
-        # with a PAD_TOKEN.
+        # Padded to fixed shapes: nothing recompiles. A PAD_TOKEN begins each text to copy from.
         joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
         fields = {
             "tokens": padded(request.prompt_ids, size, 0),
@@ -463,8 +458,7 @@ class Engine:
         index = request.index if request.seed is None else -1
         seed = self._seed if request.seed is None else request.seed
         key = np.uint32(seed), np.array([index, request.turn or -1], np.int32)
-        # One program makes all arrays: one by one they took longer than to read the prompt of a
-        # small base.
+        # One program makes all arrays: one by one they took longer than a small base's prefill.
         return self.states.begin(size, batch.cache[0].key.dtype, fields, settings, *key)
 
     def _limit(self, request: Request) -> int:

@@ -99,8 +99,7 @@ def decode_with_bar(
 class LiveText:
     """Writes the prompt and the answer of one row at a time, as events of watched rows arrive.
 
-    Without a terminal, or with NO_COLOR set, the text has no colors. Without a tokenizer token ids
-    are written.
+    Without a terminal, or with NO_COLOR set, it has no colors; without a tokenizer, token ids.
     """
 
     def __init__(self, file: TextIO, tokenizer: PreTrainedTokenizerBase | None):
@@ -153,8 +152,7 @@ def wants_color(file: TextIO) -> bool:
 def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
     """Decode the prompts and return the figures to report.
 
-    Raises UserError for a mistake. With a file of prompts and without `strict`, rows that fail are
-    counted instead.
+    Raises UserError for a mistake; rows of a file that fail are counted instead, unless `strict`.
     """
     if options.searches_tree:
         check_one_process()

@@ -367,8 +367,7 @@ def repeated(
 ) -> Callable[[PyTree, Carry, int], Carry]:
     """Return a compiled function (arguments, carry, count) that consumes the carry.
 
-    It applies body(arguments, carry, number) for the numbers from 0 to count - 1. options: of
-    jax.jit.
+    It applies body(arguments, carry, number) for number = 0 .. count - 1. options: of jax.jit.
     """
     # One call at a time: each program gets weights and caches as plain arguments.
     if not loops_on_device():

@@ -155,8 +155,7 @@ class AcceptedLengths:
     """The tally of accepted lengths: tau, hit rates and the histogram of many forwards.
 
     A forward is each time the base verified a draft; it accepts a number of drafted tokens and
-    emits one more of its own, the bonus. The end of an answer cuts emitted tokens, not accepted
-    ones:
+    emits one more of its own, the bonus. An answer's end cuts emitted tokens, not accepted ones:
 
         tau = emitted tokens / forwards, after the cut, without prefill's own token and forward;
         joint hit rate of position i = forwards that accepted positions 0..i / forwards, before the

@@ -38,8 +38,7 @@ class GenerationSettings(SamplingParams):
 
     seed: None derives it from the run's seed and the row's index.
     stop: may be a single string, or None.
-    min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still end the
-        text.
+    min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still are.
     logit_bias: pairs of a token id and a number to add to its logit; may be a mapping too.
     """
 

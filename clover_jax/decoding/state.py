@@ -26,8 +26,7 @@ EOS_ROOM = 8  # EOS tokens that a row may have, or as many as the base has if th
 class DecodeState(struct.PyTreeNode):
     """A batch in the middle of decoding; every leaf has a leading B.
 
-    tokens:   [B, S] prompt and emitted tokens; tokens[b, length[b]] is the root: emitted, not yet
-        read by the base.
+    tokens:   [B, S] prompt and emitted tokens; tokens[b, length[b]] is the root, not yet read.
     length:   [B] positions whose keys and values are committed.
     end:      [B] prompt and emitted tokens; length + 1 while the row runs.
     limit:    [B] `end` at which the row stops.
@@ -40,8 +39,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k, top-p and bias.
-    source: [B, r] other text to copy from, PAD_TOKEN where there is none; None without room for
-        it.
+    source:   [B, r] other text to copy from, PAD_TOKEN where there is none; None without room.
     copies: how often copies were right; None for trees without copies.
     """
 

@@ -2,8 +2,7 @@
 
 Everything comes from shapes: the base's config is read, and nothing is allocated. Params, optimizer
 and gradients are counted exactly. Activations are estimated from the largest arrays that live
-together; with a target whose compiler is installed, the compiler's own account replaces the
-estimate.
+together; a target whose compiler is installed has the compiler's own account instead.
 """
 
 from __future__ import annotations

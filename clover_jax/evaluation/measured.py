@@ -363,8 +363,7 @@ def sweep(
             timed = time_in_turns(runs, rounds)
 
         ms = {name: 1e3 * seconds / steps_at_once() for name, seconds in timed.items()}
-        # The rest of a step, accepting and committing, is a small difference: noise may make it
-        # negative.
+        # The rest of a step is a small difference, which noise may make negative.
         rest = max(ms["step"] - ms["draft"] - ms[f"verify {slots}"], 0.0)
         for count in nodes:
             times = {

@@ -312,8 +312,7 @@ def load_methods(
                 models = drafting
         methods.append(Method(choice.name, models, choice.source))
 
-    # Baselines have their own trees: --tree and --copy are for the drafts. Only lookup reads other
-    # texts.
+    # Baselines have their own trees, and no --copy. Only lookup reads other texts.
     for choice in baselines:
         spec = dataclasses.replace(options.spec, draft=choice.source, copy=0)
         if choice.source != "lookup":

@@ -45,8 +45,7 @@ def read_cache(
 
     positions: of the queries, which a window needs.
     window: positions that a query sees, its own included.
-    scale, cap: scores are cap * tanh(scale * query . key / cap); without a cap scale * query . key,
-        with H^-1/2 for None.
+    scale, cap: scores are cap * tanh(scale * query . key / cap); scale None is H^-1/2.
     interpret: run the kernel as an ordinary program, for tests.
 
     Jitted, so that the layers of a model trace and lower it once.

@@ -110,8 +110,7 @@ class SelfAttention(nn.Module):
 def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
     """Return x times `qkv` [D, K, c, H] as [B, K, c, T, H], by one product with a matrix.
 
-    Otherwise XLA for CPU transposes `qkv`. Columns stay in the order of K, so that shards of heads
-    stay whole.
+    Otherwise XLA for CPU transposes `qkv`. Columns stay in the order of K: shards stay whole.
     """
     columns = contract("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
     return jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *qkv.shape[1:]))
@@ -165,8 +164,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The base model up to the final norm; `project` gives logits.
 
-    layer_params: gathers a layer's params just before it runs, where they are split over devices;
-        None: they are whole.
+    layer_params: gathers a layer's split params just before it runs; None: they are whole.
     """
 
     config: BaseConfig

@@ -10,8 +10,7 @@ compiler splits them by the placement of their arguments. A run does, in this or
     state = jax.jit(init, out_shardings=shardings)(...)
 
 To compile without devices, `with_shardings` adds the same placements to shapes; an `AbstractMesh`
-(`make_abstract_mesh`) is enough for it. `param_layouts.py` decides by its name how a parameter is
-split.
+(`make_abstract_mesh`) is enough for it. `param_layouts.py` decides how a parameter is split.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
 def parts_of_rows(batch: PyTree, count: int, mesh: AnyMesh | None) -> PyTree:
     """Split the rows of a batch in parts, for use within a compiled step: [count, B / count, ...].
 
-    Part k has every count-th row from k on, so that each device's rows go evenly to all parts and
-    none of them moves.
+    Part k has every count-th row from k on, so each device's rows go evenly to all parts.
     """
 
     def split(leaf: Array) -> Array:
@@ -269,8 +267,7 @@ def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyT
     """Apply a function to each device's rows and heads on the mesh in use.
 
     arrays: as in a decode state; results lie as the first of them.
-    For a kernel, which the compiler cannot split, and for rows written to a cache, which it would
-    send to all devices.
+    For kernels, which the compiler cannot split, and rows of a cache, which it would send around.
     """
     mesh = _mesh_in_use()
     if mesh is None or mesh.size == 1:
@@ -339,8 +336,7 @@ def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
 def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
     """Return the bytes of a base's weights that fsdp has gathered on a device at one time.
 
-    Its matrices over the vocabulary, which stay for the whole step, and two layers: one at work
-    and the next on its way.
+    Its matrices over the vocabulary for the whole step, one layer at work, and the next one.
     """
     # Nothing is split over fsdp, so nothing is gathered.
     if mesh.shape["fsdp"] == 1:

@@ -47,8 +47,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     """Yield an empty temporary folder next to `path`; on success it replaces `path`.
 
-    One process at a time may write to `path`: the temporary name is fixed, so the next run removes
-    what a killed one left.
+    One process at a time may write to `path`; the next run removes what a killed one left.
     """
     path = Path(path)
     with scratch_directory(path) as unfinished, naming(path):

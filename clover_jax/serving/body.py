@@ -89,8 +89,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             length += len(part)
             if length <= max_bytes:
                 body += part
-            # Many clients read no answer before they have sent all: what is a little too long is
-            # let through, to nowhere.
+            # Many clients read no answer before they have sent all, so more is read and dropped.
             elif length > _PATIENCE * max_bytes:
                 break
     except ClientDisconnect:

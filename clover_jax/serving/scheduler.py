@@ -2,8 +2,7 @@
 
 The event loop reads requests and writes answers; other threads tokenize. The engine's thread only
 calls the device: it moves requests from the queue into slots and hands their tokens back. Of
-several processes only the primary has a queue; before each iteration it tells the others
-what to do.
+several processes only the primary has a queue; it tells the others what to do next.
 """
 
 from __future__ import annotations
