@@ -174,15 +174,9 @@ class LayerConfig(JsonConfig):
 
     def as_llama(self) -> LayerConfig:
         """Return Llama's layer of the same widths."""
-        return LayerConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            rope=self.rope,
-        )
+        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        kept = {name: getattr(self, name) for name in (*names, "rms_norm_eps", "rope")}
+        return LayerConfig(**kept)
 
 
 # kw_only: fields without a default follow the layer's, which have defaults.

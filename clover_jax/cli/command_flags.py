@@ -76,11 +76,7 @@ def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> No
 
 
 def _define(
-    flags: absl_flags.FlagValues,
-    name: str,
-    kinds: tuple[type, ...],
-    default: Any,
-    declared: Setting,
+    flags: absl_flags.FlagValues, name: str, kinds: tuple, default: Any, declared: Setting
 ) -> None:
     shared: dict[str, Any] = {"default": default, "help": declared.help, "flag_values": flags}
     # absl's message would show an infinite bound.

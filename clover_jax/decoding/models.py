@@ -148,7 +148,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         return plain
 
     # The draft is placed on its devices first and quantized there, as the base is.
-    draft = _open_head(spec, plain.base, plain.tokenizer)
+    draft = _head_of(spec, plain.base, plain.tokenizer)
     params = draft.params
     if plain.mesh is not None:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
@@ -209,9 +209,7 @@ def needs_no_file(draft: str) -> bool:
     return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
 
 
-def _open_head(
-    spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None
-) -> Draft:
+def _head_of(spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
     """Return the head that a spec names, in the base's dtype."""
     if needs_no_file(spec.draft):
         # The seed differs from that of a base with random weights, which is 0.

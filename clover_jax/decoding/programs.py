@@ -244,9 +244,7 @@ def compile_programs(
 ) -> Programs:
     """Return the programs that read prompts and decode; they compile when they are called."""
 
-    def prefill(
-        weights: Weights, row: DecodeState, start: Array
-    ) -> tuple[DecodeState, Scores | None]:
+    def prefill(weights: Weights, row: DecodeState, start: Array) -> tuple[DecodeState, Any]:
         row, scores = prefill_chunk(config, prefill_size, weights, row, start)
         return row, placement.whole(scores)
 
@@ -329,9 +327,7 @@ def decode_chunk(
     # never run, and stop nothing.
     start = (jnp.int32(0), state, _no_records(num_steps, filled.shape[0], config))
     return jax.lax.while_loop(
-        lambda carry: (carry[0] < most) & ((carry[1].finish == RUNNING) | ~filled).all(),
-        body,
-        start,
+        lambda now: (now[0] < most) & ((now[1].finish == RUNNING) | ~filled).all(), body, start
     )[1:]
 
 

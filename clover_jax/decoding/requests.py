@@ -232,9 +232,7 @@ def requests_of_every_kind(length: int) -> list[Request]:
     return [plain, drawn, cut, scored, biased]
 
 
-def check_request(
-    request: Request, base: BaseConfig, sampling: SamplingConfig, max_eos: int
-) -> None:
+def check_request(request: Request, base: BaseConfig, rules: SamplingConfig, max_eos: int) -> None:
     """Raise UserError for a request that cannot be decoded by this base, in this way.
 
     max_eos: EOS tokens that there is room for.
@@ -261,14 +259,14 @@ def check_request(
         check_seed(request.seed)
     # The compiled step has one rule: a row cannot ask for more than it does.
     params = request.params
-    if params.temperature > 0 and sampling.verify == "greedy":
+    if params.temperature > 0 and rules.verify == "greedy":
         raise UserError(
             f"temperature {params.temperature} needs --verify=lossless or typical; greedy "
             "verification takes the most probable token"
         )
-    if params.cuts and not sampling.truncate:
+    if params.cuts and not rules.truncate:
         raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")
-    if request.is_biased and not sampling.biased:
+    if request.is_biased and not rules.biased:
         raise UserError(
             "min_new_tokens and logit_bias need an engine with SamplingConfig(biased=True)"
         )

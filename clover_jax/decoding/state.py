@@ -154,15 +154,10 @@ def grow(state: DecodeState, size: int) -> DecodeState:
         widths = [(0, size - x.shape[i]) if i == axis else (0, 0) for i in range(x.ndim)]
         return jnp.pad(x, widths)
 
-    def longer(cache: DraftCache) -> DraftCache:
-        return map_key_values(lambda x: pad(x, 2), cache)
-
     # Only these have an axis of positions.
-    return state.replace(
-        tokens=pad(state.tokens, 1),
-        cache=longer(state.cache),
-        draft_cache=longer(state.draft_cache),
-    )
+    caches = state.cache, state.draft_cache
+    cache, draft_cache = map_key_values(lambda x: pad(x, 2), caches)
+    return state.replace(tokens=pad(state.tokens, 1), cache=cache, draft_cache=draft_cache)
 
 
 def bucket(size: int, longest: int | None = None) -> int:

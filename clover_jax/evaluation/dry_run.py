@@ -240,9 +240,7 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
 
     # The kinds in the order of the report, in bytes as they lie on the mesh between steps.
     kinds = {"base": step.base, "draft": step.state.params, "optimizer": step.state.opt_state}
-    sizes = {
-        kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
-    }
+    sizes = {k: bytes_per_device(tree, param_shardings(tree, placed)) for k, tree in kinds.items()}
     # Gradients are float32 like the draft's params, and split in the same way.
     sizes["gradients"] = sizes["draft"]
     sizes["gathered"] = gathered_bytes(step.base, placed)

@@ -172,9 +172,7 @@ def judge(
     return worst
 
 
-def classify(
-    cases: Sequence[Case], params: Params, alone: Engine, batched: Engine
-) -> list[Divergence]:
+def classify(cases: list[Case], params: Params, alone: Engine, batched: Engine) -> list[Divergence]:
     """Return the divergences of the cases with gap, threshold and kind.
 
     params: the base's. alone, batched: engines of plain decoding with one slot and with many.
@@ -272,11 +270,7 @@ def _program(config: StepConfig, at_once: int) -> Callable[..., tuple[Cache, Sco
 
 
 def add_scores(
-    config: StepConfig,
-    at_once: int,
-    given: Text,
-    carry: tuple[Cache, Scores],
-    number: Int[Array, ""],
+    config: StepConfig, at_once: int, given: Text, carry: tuple[Cache, Scores], number: Array
 ) -> tuple[Cache, Scores]:
     """Do one step of plain decoding, teacher-forced, and add its scores."""
     (weights, state, tokens, rivals), (cache, scores_so_far) = given, carry

@@ -296,12 +296,7 @@ def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
 
 
 def sweep_and_describe(
-    spec: ModelSpec,
-    *,
-    batch_sizes: Sequence[int],
-    nodes: Sequence[int],
-    context: int | None,
-    rounds: int,
+    spec: ModelSpec, *, batch_sizes: list[int], nodes: list[int], context: int | None, rounds: int
 ) -> dict[str, Any]:
     """Time batch sizes and tree sizes, print the table, return it as JSON values.
 

@@ -164,11 +164,7 @@ class PassJournal:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        conditions: Mapping[str, Any],
-        overwrite: bool,
-        revision: str | None = None,
+        self, directory: Path, conditions: Mapping, overwrite: bool, revision: str | None = None
     ):
         """Read DIR/legs.jsonl, or delete it with `overwrite`.
 

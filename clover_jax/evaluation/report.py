@@ -48,9 +48,7 @@ class Measured:
     times: Mapping[str, StageTimes]
 
 
-def build_report(
-    manifest: dict[str, Any], evaluation: Evaluation, measured: Measured
-) -> dict[str, Any]:
+def build_report(manifest: dict, evaluation: Evaluation, measured: Measured) -> dict[str, Any]:
     """Return the report as JSON values; the revisions of the code are added to its manifest."""
     # Only passes of this plan count: the journal may have other batch sizes of earlier commands.
     plan, methods, journal = evaluation.plan, evaluation.methods, evaluation.journal
@@ -155,9 +153,7 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     }
 
 
-def _cell(
-    method: Method, evaluation: Evaluation, measured: Measured, task: str | None
-) -> dict[str, Any]:
+def _cell(method: Method, evaluation: Evaluation, measured: Measured, task: str | None) -> dict:
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell

@@ -192,9 +192,7 @@ class Evaluation:
         return f"{task} (batch size {batch_size}): {'; '.join(parts)}"
 
 
-def evaluate(
-    options: Options, settings: GenerationSettings, flags: dict[str, Any]
-) -> dict[str, Any]:
+def evaluate(options: Options, settings: GenerationSettings, flags: dict) -> dict[str, Any]:
     """Measure the methods, write the report and return its key figures.
 
     flags: every flag's value, for the manifest.
@@ -317,9 +315,7 @@ def _measure(evaluation: Evaluation) -> Measured:
     return Measured(comparisons, divergences, hits, times)
 
 
-def _accuracy(
-    method: Method, plain: Mapping[int, Any], bar: Progress
-) -> dict[int, list[accuracy.Hits]]:
+def _accuracy(method: Method, plain: Mapping, bar: Progress) -> dict[int, list[accuracy.Hits]]:
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
     # A baseline has no probabilities to rank.

@@ -116,9 +116,7 @@ def read_cache(
     return RunningSoftmax(peak, total, mixed[:, :, :asked].reshape(query.shape))
 
 
-def _blocks(
-    num_heads: int, rows: int, size: int, width: int, itemsize: int
-) -> tuple[int, int, int]:
+def _blocks(num_heads: int, rows: int, size: int, width: int, itemsize: int) -> tuple[int, ...]:
     """Return how many positions, heads, and queries of a head are taken at a time."""
     block = next((b for b in (BLOCK, BLOCK // 2) if size % b == 0), size)
     queries = rows if rows <= MOST_QUERIES else MOST_QUERIES // 2

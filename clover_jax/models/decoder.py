@@ -68,11 +68,8 @@ class SelfAttention(nn.Module):
         width, groups = cfg.hidden_size, cfg.num_groups
         heads = (cfg.num_kv_heads, groups + 2, cfg.head_dim)
         qkv = self.param("qkv", matrix_init(x.shape[-1]), (x.shape[-1], *heads))
-        out = self.param(
-            "out",
-            matrix_init(cfg.num_heads * cfg.head_dim),
-            (cfg.num_kv_heads, groups, cfg.head_dim, width),
-        )
+        init = matrix_init(cfg.num_heads * cfg.head_dim)
+        out = self.param("out", init, (cfg.num_kv_heads, groups, cfg.head_dim, width))
         # As it is stored: flat, a TPU would re-lay it.
         split_heads = functools.partial(contract, "btd,dkch->bkcth")
         fused = jax.lax.platform_dependent(x, qkv, tpu=split_heads, default=_split_columns)
@@ -152,10 +149,8 @@ class DecoderLayer(nn.Module):
         # B and T as one axis: of [B, T, D] a TPU pads each T to a multiple of 8.
         rows = x.reshape(-1, x.shape[-1])
         # EAGLE-1's layer reads the output of fc without a norm.
-        normed = self.attention_norm(rows) if self.input_norm else rows
-        mixed, fresh = self.attention(
-            normed.reshape(x.shape), positions, mask, cache, length, attend
-        )
+        normed = (self.attention_norm(rows) if self.input_norm else rows).reshape(x.shape)
+        mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
         rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
         rows = rows + self.mlp_post_norm(self.mlp(self.mlp_norm(rows)))
         return rows.reshape(x.shape), fresh

@@ -111,10 +111,8 @@ def _chosen(activation: str, experts: Experts, routed: Routed) -> Float[Array, "
         # A matrix that is cut out of all goes into its product without a copy.
         total = jnp.zeros((1, tokens.shape[1]), jnp.float32)
         for j in range(chosen.shape[1]):
-            cut = functools.partial(
-                jax.lax.dynamic_index_in_dim, index=chosen[n, j], keepdims=False
-            )
-            one = jax.tree.map(cut, experts)
+            at = functools.partial(jax.lax.dynamic_index_in_dim, index=chosen[n, j], keepdims=False)
+            one = jax.tree.map(at, experts)
             hidden = _hidden(activation, one, "nd,df->nf", tokens[n : n + 1])
             given = contract("nf,fd->nd", hidden, one.down)
             if one.down_bias is not None:

@@ -313,9 +313,7 @@ def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
         with ThreadPoolExecutor(len(distinct)) as pool:
             parts = pool.map(lambda index: np.asarray(leaf[index], dtype), distinct.values())
             read = dict(zip(distinct, parts, strict=True))
-        return jax.make_array_from_callback(
-            leaf.shape, sharding, lambda index: read[_bounds(index)]
-        )
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda i: read[_bounds(i)])
 
     return place
 

@@ -38,10 +38,7 @@ class ScoreRules:
 
     @classmethod
     def of(
-        cls,
-        config: LayerConfig,
-        positions: Int[Array, "B T"],
-        sinks: Float[Array, "K G"] | None = None,
+        cls, config: LayerConfig, positions: Int[Array, "B T"], sinks: Array | None = None
     ) -> ScoreRules | None:
         """Return the rules of a layer; None where it has none."""
         slopes = None

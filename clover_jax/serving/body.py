@@ -59,9 +59,7 @@ class ApiError(Exception):
         }
 
 
-async def read_object(
-    request: Request, max_bytes: int, seconds: float = BODY_SECONDS
-) -> dict[str, Any]:
+async def read_object(request: Request, max_bytes: int, seconds: float = BODY_SECONDS) -> dict:
     """Return the JSON object that a request brings.
 
     Raises ApiError for a body that is late, too long, or no such object.

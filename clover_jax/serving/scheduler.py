@@ -132,9 +132,8 @@ class Scheduler:
         # A shorter context is the same base: positions beyond it are never reached.
         self.context = options.model_len(models.base.config.max_position_embeddings)
         config = dataclasses.replace(models.base.config, max_position_embeddings=self.context)
-        self._models = dataclasses.replace(
-            models, base=dataclasses.replace(models.base, config=config)
-        )
+        base = dataclasses.replace(models.base, config=config)
+        self._models = dataclasses.replace(models, base=base)
         # Each text to copy from begins with a padding token: --copy_from's and a prediction.
         room = self.context + len(models.copy_from) + 2 if models.copies else 0
         # Rules that suit any row; each chunk runs by the cheapest that its rows allow (`adapts`).

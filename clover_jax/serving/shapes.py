@@ -22,7 +22,7 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 64
 
 # Fields that are not done here, by the values of theirs that ask for nothing (as null does).
-_BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
+_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     ((), "audio chat_template prompt_embeds truncate_prompt_tokens web_search_options"),
     (([],), "allowed_token_ids bad_words documents functions guided_choice logits_processors"),
     (([],), "stop_token_ids tools"),
@@ -38,9 +38,7 @@ _BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
     (({"type": "text"},), "response_format"),
 ]
 # In alphabetical order, in which they are refused.
-_NOT_DONE = dict(
-    sorted((name, neutral) for neutral, names in _BY_NEUTRAL_VALUES for name in names.split())
-)
+_NOT_DONE = dict(sorted((name, neutral) for neutral, names in _NEUTRAL for name in names.split()))
 _NOT_DONE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
     "tool_calls": ([],),
     "function_call": (),
