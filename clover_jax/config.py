@@ -259,8 +259,7 @@ class LossSpec(JsonConfig):
     dpace: above 0, positions weigh what they are worth for the accepted length (D-PACE) instead of
         decay^i, where a token of probability 0 counts as one of this probability.
     divisor: what each sum over pairs is divided by: the number of "pairs" of its position that
-        count, that of all "positions" of the batch, or the sum of the "weights" decay^i of all
-        pairs that count.
+        count, that of all "positions" of the batch, or the sum of the "weights" of such pairs.
     divisor_offset: added to the divisor.
     pairs: which pairs count (`training/pairs.py`): those that "decoding" meets, or those of the
         "release" of Clover-2 and EAGLE, which leaves out the first token that each answer drafts.

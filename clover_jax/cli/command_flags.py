@@ -1,7 +1,6 @@
 """The flags of a command: defined from settings, parsed from arguments, listed by `--help`.
 
-Flag values belong to one run and are never absl's global ones: importing a command defines nothing,
-and one process can run several commands.
+Flag values belong to one run, never to absl: one process can import and run several commands.
 """
 
 import dataclasses

@@ -169,8 +169,7 @@ class StatePrograms(NamedTuple):
 
     empty: (batch, size, dtype) -> empty slots.
     begin: (size, dtype, fields, settings, seed, numbers) -> a batch of one. fields: of its
-        DecodeState; settings: of its RowSampling, a bias as the fields of its RowBias. `row_key`
-        makes the key.
+        DecodeState; settings: of its RowSampling but the key, a bias as the fields of its RowBias.
     """
 
     empty: Callable[..., DecodeState]
@@ -323,8 +322,7 @@ def decode_chunk(
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
-    # A row that ends in a filled slot stops the chunk, so that the slot is refilled. Empty slots
-    # never run, and stop nothing.
+    # A row that ends in a filled slot stops the chunk, so that the slot is refilled.
     start = (jnp.int32(0), state, _no_records(num_steps, filled.shape[0], config))
     return jax.lax.while_loop(
         lambda now: (now[0] < most) & ((now[1].finish == RUNNING) | ~filled).all(), body, start

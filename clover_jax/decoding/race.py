@@ -317,8 +317,7 @@ def with_attention(
 ) -> Models:
     """Return models with the implementation of `--attention`; auto is measured on a TPU or GPU.
 
-    The platform's kernel is used where it agrees with XLA's program on a random cache of the run's
-    shapes and reads it faster.
+    The kernel is used where it reads a random cache as XLA's program does, and faster.
     platform: of the programs; None is this process's. Several processes use XLA's program: with
         different clocks they could choose differently.
     """

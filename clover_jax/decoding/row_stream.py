@@ -136,8 +136,7 @@ def source_size(models: Models, prompts: Iterable[Prompt | BadPrompt]) -> int:
 class RowStream:
     """Decodes prompt rows in the slots of an engine; iterate over it once for the events.
 
-    A row starts when a slot is free; rows end in any order. Float32 matmuls are exact here,
-    whatever precision the caller has set.
+    A row starts when a slot is free; rows end in any order. Float32 matmuls are exact here.
     """
 
     def __init__(

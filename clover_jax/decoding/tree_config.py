@@ -206,8 +206,7 @@ class CopyTree(JsonConfig):
     """A tree with room for copies of the text (`tree.add_copies`).
 
     drafted: what the head drafts; the root alone where everything is copied.
-    copies: additional nodes. A static tree keeps its own nodes; the nodes of an adaptive tree and
-        the copies compete for all slots.
+    copies: additional nodes; those of a static tree stay, those of an adaptive tree compete.
     """
 
     name: str = dataclasses.field(compare=False)

@@ -2,8 +2,7 @@
 
 Every product with a weight reads that weight: a matrix used by five draft levels is read five
 times, as if no cache held it. Looking up rows (embeddings) is left out. A product of grouped rows
-(experts) reads one matrix for each row, at most all. `experiments/aot` reads the compiled program
-itself: bytes moved, copies, time by part.
+(experts) reads one matrix for each row, at most all. `experiments/aot` reads compiled programs.
 """
 
 from __future__ import annotations

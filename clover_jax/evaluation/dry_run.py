@@ -49,8 +49,7 @@ from clover_jax.training.teacher import stored_names
 
 # Share of the data sheet's rate that well-tuned training reaches, so the time is optimistic.
 UTILIZATION = 0.4
-# A CPU's programs fuse less: they keep both factors of a gate and every step of a norm. Only CPUs
-# do not report how much memory they have.
+# A CPU's programs fuse less. Only CPUs do not report how much memory they have.
 ON_A_CPU = "activations are estimated as for an accelerator; CPUs took 0.9 to 1.6 times as much"
 AT_REST = ("base", "draft", "optimizer")  # on a device between steps
 COMPILED_ADVICE = (
@@ -221,8 +220,7 @@ class DryRun:
 def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = None) -> DryRun:
     """Return what a run with these settings would take.
 
-    mesh: as `--mesh`; it may have more devices than this machine. target: the hardware; None is
-        the devices of this process.
+    mesh: as `--mesh`; it may have more devices than this machine. target: None is this machine.
     """
     # Check the settings before anything is traced.
     shape = _mesh_shape(mesh, target)

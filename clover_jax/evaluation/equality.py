@@ -120,8 +120,7 @@ def summarize(
 class Case(NamedTuple):
     """A turn of plain decoding, and where a draft left it.
 
-    request: of the turn. output_ids: plain decoding's tokens. divergence: None for a turn that is
-    read for the threshold only.
+    request: of the turn. output_ids: plain decoding's. divergence: None: for the threshold only.
     """
 
     request: Request
@@ -206,8 +205,7 @@ def classify(cases: list[Case], params: Params, alone: Engine, batched: Engine) 
 class Scores(NamedTuple):
     """Of plain decoding at every emitted token of a batch.
 
-    lead: [B, n] the best score less the second best. gap: [B, n] the emitted token's score less the
-    score of the rival, the draft's token.
+    lead: [B, n] the best score less the second. gap: [B, n] the emitted token's less the draft's.
     """
 
     lead: Array

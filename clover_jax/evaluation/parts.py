@@ -318,8 +318,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     config = engine.config
 
     def steps(weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
-        # Every call starts from the same place in the text. The caches are passed on, since they
-        # were donated; everything else stays.
+        # Every call starts from the same place in the text; the donated caches are passed on.
         new, emitted = step_loop(config, weights, state)
         return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
 

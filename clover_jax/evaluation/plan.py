@@ -75,8 +75,7 @@ class Plan:
     def expects_equality(self, method: Method) -> bool:
         """Return whether a draft must emit plain decoding's very tokens.
 
-        Children sampled from the draft give the right distribution with other random numbers, and
-        Medusa's rule gives another distribution.
+        Sampled children give the distribution with other random numbers, Medusa's rule another one.
         """
         sampling = method.models.step(self.sampling).sampling
         return sampling.verify != "typical" and sampling.draft_sampling == "topk"
@@ -168,8 +167,7 @@ class PassJournal:
     ):
         """Read DIR/legs.jsonl, or delete it with `overwrite`.
 
-        conditions, revision: of this session. Passes of other conditions are dropped, passes of
-        another revision of the code are kept.
+        conditions, revision: of this session. Passes of other conditions (only) are dropped.
         """
 
         columns = {field.name for field in dataclasses.fields(TimedPass)}

@@ -27,8 +27,7 @@ CACHE_CHUNK = 256  # a cache's length is a multiple of this
 class CacheReadPolicy:
     """How a platform reads the committed cache: what its compiler does best with.
 
-    most_scores: bytes of float32 scores at a time, at most, which bounds a chunk of the cache; None
-        takes chunks of CACHE_CHUNK.
+    most_scores: bytes of float32 scores of a chunk of the cache; None: chunks of CACHE_CHUNK.
     stops_early: whether chunks beyond the longest row stay unread: the trip count is data.
     keeps_query: whether the fresh rows' product is kept apart from the cache's.
     stores_weights: whether weights are stored, instead of computed for sum and product each.

@@ -245,8 +245,7 @@ def base_logits(
 def _row_logits(matrix: Float[Array, "V D"], rows: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """Multiply; a gradient goes back through products in the operands' dtype.
 
-    The gradient of float32 logits is float32; with it the products of bfloat16 operands would run
-    in float32, at half the rate or less.
+    With the float32 gradient of float32 logits, products would run at half the rate or less.
     """
     return jnp.einsum("rd,vd->rv", rows, matrix, preferred_element_type=jnp.float32)
 

@@ -216,8 +216,7 @@ def by_rows(x: Array) -> Array:
 def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
     """Apply a function of rows to each device's rows on the mesh in use.
 
-    For writes to computed positions: the compiler does not see that a row writes to itself, and
-    would send all positions to all devices.
+    For writes to computed positions, which the compiler would send to all devices.
     """
     mesh = _mesh_in_use()
     # Rows that cannot be split, as the single row of a prefill, lie whole on every device.

@@ -1,8 +1,7 @@
 """Rules for attention scores in addition to rotation and mask.
 
 A sliding window hides what lies too far back; ALiBi lowers a score by a slope times the distance; a
-soft cap keeps scores within bounds. Most models have none of these, and their
-programs no trace of them.
+soft cap keeps scores within bounds. Most models have none of these, nor a trace of them.
 """
 
 from __future__ import annotations

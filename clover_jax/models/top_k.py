@@ -28,8 +28,7 @@ def top_k(logits: Float[Array, "*b V"], k: int) -> TopK:
     """Return the k largest logits: of each chunk first, then of the chunks' candidates.
 
     Chunks are contiguous and lax.top_k prefers the lower index, so ties come out as from one
-    lax.top_k over the whole axis. On a mesh each shard of the vocabulary finds its own k, and only
-    these are gathered.
+    lax.top_k over the whole axis. On a mesh only the k of each shard are gathered.
     """
     return _over_shards(functools.partial(_top_k, k=k), logits, k)
 
@@ -41,8 +40,7 @@ def _over_shards(find: Callable[[Array], TopK], logits: Float[Array, "*b V"], k:
     [B, W, V], and GPUs have a kernel for rank 2 only, else they sort.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    # Small axes are not a vocabulary, and every shard must have k entries. A vocabulary that
-    # lies whole on every device needs no merging.
+    # Small axes are not a vocabulary, and every shard must have k entries.
     spec = logits_spec(logits.shape, least=max(CHUNK, k * CHUNK // 16))
     if spec is None:
         found = find(rows)

@@ -75,8 +75,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
-                    # Grain's own handler writes a file for each process, from which another number
-                    # of processes could not resume.
+                    # Grain's own handler ties the checkpoint to the number of processes.
                     data=ocp.args.JsonSave(batches.get_state()),
                 ),
             )

@@ -76,8 +76,7 @@ def put_in_place(new: Path, path: Path) -> None:
     """Move a complete file or folder to `path`, then delete what was there before."""
     replaced = path.with_name(f".{path.name}.replaced")
     _remove(replaced)
-    # A folder cannot be renamed over another one. The old one moves away first, so that a failure
-    # between the two renames loses nothing.
+    # A folder cannot be renamed over another one; moved away, the old one is not lost.
     if os.path.lexists(path):
         os.rename(path, replaced)
     os.rename(new, path)

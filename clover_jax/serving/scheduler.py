@@ -105,8 +105,7 @@ class _Iteration(NamedTuple):
     """What all processes do next.
 
     freed: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
-    read. num_steps: most steps to decode. compiles: whether it is nobody's request, which only
-    compiles programs.
+    read. num_steps: most steps to decode. compiles: whether it only compiles programs.
     """
 
     freed: list[int]
@@ -349,8 +348,7 @@ class Scheduler:
                 self._running.pop(slot, None)
                 slots.remove(slot)
             joined = [slots.add(request) for request in iteration.joined]
-            # In the other processes `_joining` is empty, so `_running` stays empty too; a request
-            # that only compiles is nobody's.
+            # In the other processes, and for a request that only compiles, `_joining` is empty.
             self._running.update(zip(joined, self._joining, strict=False))
             self._joining = []
 
