@@ -247,9 +247,8 @@ def compile_programs(
         row, scores = prefill_chunk(config, prefill_size, weights, row, start)
         return row, placement.whole(scores)
 
-    return Programs(
-        placement.compiled(prefill, donate_argnums=1), compile_chunk(config, num_steps, placement)
-    )
+    decode = compile_chunk(config, num_steps, placement)
+    return Programs(placement.compiled(prefill, donate_argnums=1), decode)
 
 
 def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> Chunk:
@@ -262,9 +261,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         # The state is donated, so that its caches are updated in place.
         return placement.compiled(function, donate_argnums=1, compiler_options=options_here())
 
-    def loop(
-        weights: Weights, state: DecodeState, filled: Array, most: Array
-    ) -> tuple[DecodeState, StepRecord]:
+    def loop(weights: Weights, state: DecodeState, filled: Array, most: Array) -> tuple:
         # Every host reads the records, so each of its devices gets them whole.
         state, records = decode_chunk(config, num_steps, weights, state, filled, most)
         return state, placement.whole(records)

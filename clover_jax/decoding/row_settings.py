@@ -116,7 +116,6 @@ class GenerationSettings(SamplingParams):
 
 
 def _pairs(biases: Any) -> tuple[tuple[int, float], ...]:
-    """Return biases as pairs; raises UserError for other values."""
     given = biases.items() if isinstance(biases, Mapping) else biases
     if not isinstance(given, str) and isinstance(given, Iterable):
         pairs = [tuple(pair) if isinstance(pair, list) else pair for pair in given]

@@ -109,10 +109,8 @@ def _visit(jaxpr: core.Jaxpr, sizes: list[int], trips: int, platform: str) -> tu
         elif name in _REARRANGING:
             results = [given[0]] * len(results)
         elif name == "cond":  # its first operand selects the branch
-            costs = [
-                _visit(b, given[1:], trips, platform)[0] for b in _branches(equation, platform)
-            ]
-            totals += np.max(costs, axis=0)
+            cost = [_visit(b, given[1:], trips, platform)[0] for b in _branches(equation, platform)]
+            totals += np.max(cost, axis=0)
         else:
             times = {"scan": equation.params.get("length"), "while": trips}.get(name, 1)
             for inner in _inner(equation):

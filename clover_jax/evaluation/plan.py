@@ -351,11 +351,9 @@ def make_engines(methods: Sequence[Method], plan: Plan) -> dict[int, dict[str, E
     """
     engines: dict[int, dict[str, Engine]] = {size: {} for size in plan.batch_sizes}
     for method in methods:
-        room = source_size(method.models, plan.prompts)
+        options = {"seed": plan.seed, "source_size": source_size(method.models, plan.prompts)}
         for size, of_size in engines.items():
-            of_size[method.name] = method.models.engine(
-                size, plan.sampling, seed=plan.seed, source_size=room
-            )
+            of_size[method.name] = method.models.engine(size, plan.sampling, **options)
     return engines
 
 

@@ -208,9 +208,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
         "dtype": identity["dtype"],
         "base": {
             "source": plain.base.source,
-            "hash": identity["base_hash"],
-            "params": identity["base_params"],
-            "config": identity["base_config"],
+            **{name: identity[f"base_{name}"] for name in ("hash", "params", "config")},
             "chat_template": identity["chat_template"],
         },
         "prompts": prompts,

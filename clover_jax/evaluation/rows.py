@@ -155,7 +155,7 @@ class Tally(RowTotals):
             "conditional_hit_rate": self.conditional_hit_rate(depth),
             "accepted_histogram": self.histogram(depth),
             "accepted_ranks": [
-                [ranks[k] for k in range(max(ranks, default=-1) + 1)] for ranks in self._ranks
+                [counts[k] for k in range(max(counts, default=-1) + 1)] for counts in self._ranks
             ],
             "by_context": [
                 {

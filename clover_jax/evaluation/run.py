@@ -221,10 +221,8 @@ def evaluate(options: Options, settings: GenerationSettings, flags: dict) -> dic
 
         with open_row_files(options, methods, plan) as files:
             # Read by one process: processes with other finished passes would run different ones.
-            here = conditions(options.spec.mesh)
-            journal = from_primary(
-                lambda: PassJournal(options.directory, here, options.overwrite, git_revision())
-            )
+            given = options.directory, conditions(options.spec.mesh), options.overwrite
+            journal = from_primary(lambda: PassJournal(*given, git_revision()))
             evaluation = Evaluation(methods, engines, plan, files, journal)
             evaluation.run_passes()
             measured = _measure(evaluation)

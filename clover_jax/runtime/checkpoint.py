@@ -65,7 +65,6 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def latest_step(self) -> int | None:
-        """Return the newest saved step, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, batches: grain.DatasetIterator) -> None:

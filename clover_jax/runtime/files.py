@@ -147,9 +147,7 @@ def lock(file: IO) -> bool:
     return True
 
 
-def check_replaceable(
-    path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
-) -> None:
+def check_replaceable(path: Path, overwrite: bool, what: str, is_one: Callable) -> None:
     """Raise UserError if a folder exists and is not to be replaced: not asked, or not a `what`."""
     if not os.path.lexists(path):
         return

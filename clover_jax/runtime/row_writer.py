@@ -99,7 +99,6 @@ class RowWriter(RowSink):
             raise
 
     def kept(self) -> Iterable[dict[str, Any]]:
-        """Return the rows of earlier runs that this one resumes."""
         # With `overwrite` the old rows stay until the first new row, and are not kept.
         return () if self._replaces else read_rows(self.path)
 

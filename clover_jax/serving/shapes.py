@@ -223,9 +223,7 @@ def validated(kind: type[S], body: Mapping[str, Any]) -> S:
         raise _refusal(error) from None
 
 
-def _refuse_not_done(
-    values: Mapping[str, Any], not_done: Mapping[str, tuple[Any, ...]], within: str
-) -> None:
+def _refuse_not_done(values: Mapping, not_done: Mapping[str, tuple[Any, ...]], within: str) -> None:
     for name, harmless in not_done.items():
         value = values.get(name)
         # Null and a neutral value ask for nothing, and clients often send them.
