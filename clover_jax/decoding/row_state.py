@@ -17,6 +17,8 @@ from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.errors import UserError
 
+OpenStream = Callable[[], TextStream]  # opens the text of an answer at its first token
+
 
 class StopCut(NamedTuple):
     """Where a stop string ends a text.
@@ -34,7 +36,7 @@ class AnswerText:
     `take` finds stop strings as `find_stop` does; `settled` returns the new text.
     """
 
-    def __init__(self, stops: Sequence[str], open_pieces: Callable[[], TextStream]):
+    def __init__(self, stops: Sequence[str], open_pieces: OpenStream):
         """Begin a text; `open_pieces` returns a stream that starts at its first token."""
         self._stops, self._open = stops, open_pieces
         self._pieces = open_pieces()
@@ -82,10 +84,7 @@ class AnswerText:
 
 
 def find_stop(
-    open_pieces: Callable[[], TextStream],
-    ids: Sequence[int],
-    stops: Sequence[str],
-    num_clean: int = 0,
+    open_pieces: OpenStream, ids: Sequence[int], stops: Sequence[str], num_clean: int = 0
 ) -> StopCut | None:
     """Return where the first stop string ends the text of `ids`, if there is one.
 
@@ -129,7 +128,7 @@ def _readable(settled: str, pieces: TextStream) -> str:
     return settled + pieces.held().rstrip(INCOMPLETE)
 
 
-def _num_before(open_pieces: Callable[[], TextStream], ids: Sequence[int], position: int) -> int:
+def _num_before(open_pieces: OpenStream, ids: Sequence[int], position: int) -> int:
     """Return how many tokens have a text that ends at `position` or before."""
 
     def length(count: int) -> int:

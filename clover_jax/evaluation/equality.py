@@ -65,16 +65,13 @@ class Divergence:
     kind: str = MISMATCH
 
 
+Rows = Mapping[int, Mapping[str, Any]]  # output rows by their place in the input
 # Row -> for each of its texts the divergence, or None where it is equal to plain decoding's. A text
 # that is missing, or has no text of plain decoding to compare with, has no entry.
 Comparisons = Mapping[int, Sequence[Divergence | None]]
 
 
-def compare_passes(
-    rows: Mapping[int, Mapping[str, Any]],
-    passes: Iterable[TimedPass],
-    plain: Mapping[int, Mapping[str, Any]],
-) -> Comparisons:
+def compare_passes(rows: Rows, passes: Iterable[TimedPass], plain: Rows) -> Comparisons:
     """Compare the text of each row's first pass, then those of later passes that differ from it."""
     compared = {number: compare_rows(row, plain[number]) for number, row in rows.items()}
     for one in passes:
@@ -129,11 +126,7 @@ class Case(NamedTuple):
 
 
 def judge(
-    comparisons: Comparisons,
-    plain: Mapping[int, Mapping[str, Any]],
-    plan: Plan,
-    vanilla: Method,
-    is_expected: bool,
+    comparisons: Comparisons, plain: Rows, plan: Plan, vanilla: Method, is_expected: bool
 ) -> dict[int, Divergence]:
     """Return row -> its worst divergence with its kind, for the rows that have one.
 

@@ -53,10 +53,11 @@ def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
         so they lie where those do; scalars are replicated.
     Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
     """
-    return jax.tree.map_with_path(
-        lambda path, leaf: NamedSharding(mesh, param_spec(leaf_path(path), leaf.shape, mesh)),
-        params,
-    )
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, param_spec(leaf_path(path), leaf.shape, mesh))
+
+    return jax.tree.map_with_path(place, params)
 
 
 def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
@@ -289,11 +290,11 @@ def _mesh_in_use() -> AnyMesh | None:
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Return ShapeDtypeStructs with the placement of their arrays."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, shapes, shardings)
 
 
 def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:

@@ -57,10 +57,8 @@ def _over_shards(find: Callable[[Array], TopK], logits: Float[Array, "*b V"], k:
             best, where = jax.lax.top_k(values.reshape(len(values), -1), k)
             return TopK(best, jnp.take_along_axis(ids.reshape(len(ids), -1), where, axis=1))
 
-        over_mesh = jax.shard_map(
-            on_shard, in_specs=split, out_specs=PartitionSpec(split[0]), check_vma=False
-        )
-        found = over_mesh(rows)
+        out = PartitionSpec(split[0])
+        found = jax.shard_map(on_shard, in_specs=split, out_specs=out, check_vma=False)(rows)
     return TopK(*(x.reshape(*logits.shape[:-1], k) for x in found))
 
 
@@ -113,9 +111,6 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
 
 def _largest(rows: Float[Array, "R V"]) -> TopK:
     largest = rows.max(axis=1, keepdims=True)
-    ids = jax.lax.platform_dependent(
-        rows,
-        cpu=lambda x: _top_k(x, 1).ids[:, 0],
-        default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
-    )
-    return TopK(largest, ids[:, None])
+    ways = {"cpu": lambda x: _top_k(x, 1).ids[:, 0]}
+    ways["default"] = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)
+    return TopK(largest, jax.lax.platform_dependent(rows, **ways)[:, None])
