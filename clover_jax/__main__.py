@@ -30,10 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(f"  {name:<10}{described.splitlines()[0]}")
         print("\n".join([*lines, "", "clover-jax COMMAND --help lists the flags of a command."]))
         return cli.STATUS_OK
-    print(
-        f"clover-jax: {name!r} is not a command; use one of {', '.join(COMMANDS)}",
-        file=sys.stderr,
-    )
+    known = ", ".join(COMMANDS)
+    print(f"clover-jax: {name!r} is not a command; use one of {known}", file=sys.stderr)
     return cli.STATUS_USER_ERROR
 
 

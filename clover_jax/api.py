@@ -194,7 +194,15 @@ def generate_rows(
     # A text is iterable too and would be decoded letter by letter.
     if isinstance(prompts, str | bytes | Mapping):
         raise UserError(f"prompts must be several, not {prompts!r}; give [{prompts!r}] for one")
-    rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
+    rows: list[Prompt | BadPrompt] = []
+    for index, prompt in enumerate(prompts):
+        try:
+            rows.append(as_prompt(prompt, index))
+        except UserError as error:
+            # A row in its place keeps the indices of later rows right.
+            if strict:
+                raise
+            rows.append(BadPrompt(index, f"prompt {index}", str(error)))
     chosen = _chosen(GenerationSettings, settings)
     batch_size, seed = _plain(batch_size), _plain(seed)
     stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=strict)
@@ -225,8 +233,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure drafts against plain decoding and return the key figures of the report in `output`.
 
-    drafts: name in the report -> draft, as for `load_draft`; None measures plain decoding and
-        the baselines.
+    drafts: name in the report -> draft, as for `load_draft`; None measures the baselines only.
     settings: the flags of `python -m clover_jax.evaluate`: base, prompts, repeats, ...
     """
     named = ",".join(f"{name}={source}" for name, source in (drafts or {}).items())
@@ -247,16 +254,6 @@ def convert(input: str | Path, output: str | Path, **settings: Any) -> dict[str,
     settings: the flags of `python -m clover_jax.convert`: base, to, verify, ...
     """
     return _execute(convert_command, settings, input=input, output=output)
-
-
-def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Prompt | BadPrompt:
-    try:
-        return as_prompt(prompt, index)
-    except UserError as error:
-        # A row in its place keeps the indices of later rows right.
-        if strict:
-            raise
-        return BadPrompt(index, f"prompt {index}", str(error))
 
 
 def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:

@@ -110,8 +110,7 @@ class LayerConfig(JsonConfig):
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
     post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 and 3).
     sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
-    activation: of the MLP's gate: "silu", "gelu" in its approximation by tanh, or "clamped", which
-        is gpt-oss's.
+    activation: of the MLP's gate: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
         token reads experts_per_token; 0 is the one MLP for all.
     normed_weights: whether the weights of a token's experts are made to sum up to 1.
@@ -177,15 +176,9 @@ class LayerConfig(JsonConfig):
 
     def as_llama(self) -> LayerConfig:
         """Return Llama's layer of the same widths."""
-        return LayerConfig(
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            rope=self.rope,
-        )
+        names = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        kept = {name: getattr(self, name) for name in (*names, "rms_norm_eps", "rope")}
+        return LayerConfig(**kept)
 
 
 # kw_only: fields without a default follow the layer's, which have defaults.
@@ -272,8 +265,7 @@ class LossSpec(JsonConfig):
     dpace: above 0, positions weigh what they are worth for the accepted length (D-PACE) instead of
         decay^i, where a token of probability 0 counts as one of this probability.
     divisor: what each sum over pairs is divided by: the number of "pairs" of its position that
-        count, that of all "positions" of the batch, or the sum of the "weights" decay^i of all
-        pairs that count.
+        count, that of all "positions" of the batch, or the sum of the "weights" of such pairs.
     divisor_offset: added to the divisor.
     pairs: which pairs count (`training/pairs.py`): those that "decoding" meets, or those of the
         "release" of Clover-2 and EAGLE, which leaves out the first token that each answer drafts.

@@ -5,17 +5,17 @@ A command module holds its docstring (which is its `--help`), `define_flags`, `m
     if __name__ == "__main__":
         sys.exit(cli.run(main, define_flags))
 
-Heavy imports stay inside `main`, so that `--help` and a mistyped flag answer at once. Nothing here
-imports JAX.
+Imports of JAX stay inside `main`, so that `--help` and a mistyped flag answer at once.
 """
 
 import contextlib
 import errno
 import os
+import platform
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from clover_jax import __version__
 from clover_jax.cli import command_flags
 from clover_jax.cli.command_flags import help_text
 from clover_jax.errors import UserError
-from clover_jax.runtime.compilation_cache import use_compilation_cache
 from clover_jax.runtime.files import naming
 from clover_jax.runtime.jsonl import to_json
 
@@ -85,7 +84,6 @@ def run(
             print(help_text(command, module.__doc__ or "", flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
-        # Environment variables, which JAX reads when `main` imports it.
         use_compilation_cache()
         status = main(flags)
         # A full disk behind stdout is found here.
@@ -110,6 +108,25 @@ def run(
         _say(command, mistake)
         return STATUS_USER_ERROR
     return STATUS_OK if status is None else status
+
+
+def use_compilation_cache(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let JAX keep compiled programs under the user's cache folder, unless it has a folder set.
+
+    JAX reads these variables when it is imported.
+    A folder a host: programs for a CPU use the instructions that it has. Where JAX was given a
+    folder, nothing is changed; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
+    """
+    if "JAX_COMPILATION_CACHE_DIR" in environment:
+        return
+    # Of each user, where the system keeps what may be deleted.
+    root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root, "clover_jax", "programs", platform.node() or "host")
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    # Small programs too, since a command compiles hundreds of them; the oldest go beyond 2 GB.
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))
 
 
 def report(result: dict[str, Any]) -> None:

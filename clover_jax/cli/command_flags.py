@@ -1,7 +1,6 @@
 """The flags of a command: defined from settings, parsed from arguments, listed by `--help`.
 
-Flag values belong to one run and are never absl's global ones: importing a command defines nothing,
-and one process can run several commands.
+Flag values belong to one run, never to absl: one process can import and run several commands.
 """
 
 import dataclasses
@@ -76,11 +75,7 @@ def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> No
 
 
 def _define(
-    flags: absl_flags.FlagValues,
-    name: str,
-    kinds: tuple[type, ...],
-    default: Any,
-    declared: Setting,
+    flags: absl_flags.FlagValues, name: str, kinds: tuple, default: Any, declared: Setting
 ) -> None:
     shared: dict[str, Any] = {"default": default, "help": declared.help, "flag_values": flags}
     # absl's message would show an infinite bound.

@@ -19,20 +19,14 @@ from clover_jax.models.score_rules import MASKED, ScoreRules
 
 def cache_reader(attention: str) -> CacheReader | None:
     """Return the kernel of `--attention` for `cache.read_with`; None for xla."""
-    readers: dict[str, CacheReader | None] = {
-        "xla": None,
-        "pallas": _read_with_pallas,
-        "cudnn": _read_with_cudnn,
-    }
-    return readers[attention]
+    return {"xla": None, "pallas": _read_with_pallas, "cudnn": _read_with_cudnn}[attention]
 
 
 def resolve_attention(name: str, platform: str | None = None) -> str:
     """Map `--attention` to "xla", "pallas" or "cudnn".
 
     "auto" is "xla" here; `decoding/race.py` may change it on a TPU or GPU.
-    platform: of the programs; None is this process's. Raises UserError for a kernel of another
-        platform.
+    platform: of the programs; None is this process's. Raises UserError for another's kernel.
     """
     platform = platform or jax.default_backend()
     if name == "pallas" and platform not in ("cpu", "tpu"):

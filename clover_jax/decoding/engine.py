@@ -4,8 +4,7 @@ A free slot takes the next request at once. Chunked prefill: the prompt of a row
 as a batch of one, chunk by chunk, while the other rows keep their state; then the row is inserted
 into its slot. Prefix caching: a slot keeps the KV caches of its last row, and a prompt that begins
 with the same tokens reuses them, so the next turn of a conversation begins where the last one
-ended. Nothing recompiles unless a request needs longer buffers than any before (lengths come in
-buckets).
+ended. Nothing recompiles unless a request needs a longer bucket of buffers than any before.
 """
 
 from __future__ import annotations
@@ -77,14 +76,6 @@ class _Row:
         return self.num_read >= len(self.request.prompt_ids)
 
 
-class _Reads(NamedTuple):
-    """Chunks of prompts that were started; last: an array that is ready when the last one is."""
-
-    started: float
-    number: int
-    last: Array
-
-
 class _Chunk(NamedTuple):
     """Steps that were started, and copies of their results: the next steps donate the state.
 
@@ -131,8 +122,7 @@ class Engine:
 
         seed: with a request's index, makes the key of a row whose request has no seed.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
-        source_size: tokens of other text to copy from that a request may bring; the rest is
-            truncated.
+        source_size: tokens of other text to copy from that a request may bring, else truncated.
         adapts: run every chunk of steps with the cheapest rules of `sampling` that its rows allow,
             one program for each set of rules; otherwise all run with `sampling`.
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes;
@@ -166,15 +156,15 @@ class Engine:
         self.state: DecodeState | None = None
         self._rows: list[_Row | None] = [None] * self.batch_size
         self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
-        # For prefix caching: the tokens whose keys and values a slot holds, the base's and the
-        # head's.
+        # For prefix caching: the tokens whose keys and values a slot holds.
         self._held = [np.zeros(0, np.int32)] * self.batch_size
         self._beginnings: list[DraftCache] = [()] * self.batch_size  # for `state.extract`
         self._last_used = [0] * self.batch_size
         self._num_joined = 0
 
+        # Chunks of prompts that were started: when, how many, an array that is ready with the last.
+        self._reads: tuple[float, int, Array] | None = None
         # Work that the device has, and results that `take` has not returned yet.
-        self._reads: _Reads | None = None
         self._begun: _Chunk | None = None
         self._done: _Chunk | None = None
         self.step_seconds: float | None = None
@@ -213,8 +203,7 @@ class Engine:
             rows: dict[int, Generation] = {}
             source = iter(requests)
             while True:
-                # Fill every free slot before the next steps; a source without a request may have
-                # one later.
+                # Fill every free slot before the next steps; None now may be a request later.
                 while slots.num_free and (request := next(source, None)) is not None:
                     row = Generation(request.index, list(request.prompt_ids))
                     rows[slots.add(request)] = row
@@ -312,7 +301,7 @@ class Engine:
         started, count = self._compiling.now(), 0
         while self._reading and count != num_chunks:
             last, count = self._read_chunk(self._reading[0]), count + 1
-            self._reads = _Reads(started, count, last)
+            self._reads = started, count, last
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
         """Run a chunk of steps for the rows whose prompts are read, and return their new tokens.
@@ -340,9 +329,10 @@ class Engine:
         """Wait for the device; return the slots whose rows have ended, which are free now."""
         # `read_prompts` returns before the chunks are read; their time is taken here.
         if self._reads is not None:
-            jax.block_until_ready(self._reads.last)
+            started, number, last = self._reads
+            jax.block_until_ready(last)
             now = self._compiling.now()
-            self.read_seconds = (now - self._reads.started) / self._reads.number
+            self.read_seconds = (now - started) / number
             if self._begun is not None:
                 self._begun = self._begun._replace(started=now)
             self._reads = None
@@ -444,8 +434,7 @@ class Engine:
             row[0, : len(ids)] = ids[:room]
             return row
 
-        # Ids are padded to fixed shapes, so that nothing recompiles. Each text to copy from begins
-        # with a PAD_TOKEN.
+        # Padded to fixed shapes: nothing recompiles. A PAD_TOKEN begins each text to copy from.
         joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
         fields = {
             "tokens": padded(request.prompt_ids, size, 0),
@@ -473,8 +462,7 @@ class Engine:
         index = request.index if request.seed is None else -1
         seed = self._seed if request.seed is None else request.seed
         key = np.uint32(seed), np.array([index, request.turn or -1], np.int32)
-        # One program makes all arrays: one by one they took longer than to read the prompt of a
-        # small base.
+        # One program makes all arrays: one by one they took longer than a small base's prefill.
         return self.states.begin(size, batch.cache[0].key.dtype, fields, settings, *key)
 
     def _limit(self, request: Request) -> int:
@@ -500,8 +488,7 @@ class Engine:
         whole: all but the last token of a prompt that the slot holds to its end.
         """
         size = min(len(self._held[slot]), len(prompt))
-        differ = self._held[slot][:size] != prompt[:size]
-        same = int(differ.argmax()) if differ.any() else size
+        same = int(np.logical_and.accumulate(self._held[slot][:size] == prompt[:size]).sum())
         chunk = 1 if whole and same == len(prompt) else self.prefill_size
         return max(same - 1, 0) // chunk * chunk
 

@@ -79,16 +79,14 @@ def decode_with_bar(
 ) -> None:
     """Decode all rows into `sink`; each reason why rows fail gets a line above the bar."""
     started, before, failures = compiling.now(), totals.tokens, Failures()
-    for event in stream:
-        if event.row is None:
-            continue
+    for row in (event.row for event in stream if event.row is not None):
         # The row is kept first, then counted and shown.
-        sink.append(event.row)
+        sink.append(row)
         seconds = compiling.now() - started
         sink.note_seconds(seconds)
-        totals.add_row(event.row)
+        totals.add_row(row)
 
-        if (line := failures.add(event.row)) is not None:
+        if (line := failures.add(row)) is not None:
             bar.write(line)
         # The speed of this run alone: rows of earlier runs count for tau, but took no time here.
         speed = (totals.tokens - before) / seconds
@@ -102,8 +100,7 @@ def decode_with_bar(
 class LiveText:
     """Writes the prompt and the answer of one row at a time, as events of watched rows arrive.
 
-    Without a terminal, or with NO_COLOR set, the text has no colors. Without a tokenizer token ids
-    are written.
+    Without a terminal, or with NO_COLOR set, it has no colors; without a tokenizer, token ids.
     """
 
     def __init__(self, file: TextIO, tokenizer: PreTrainedTokenizerBase | None):
@@ -157,21 +154,18 @@ def wants_color(file: TextIO) -> bool:
 def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
     """Decode the prompts and return the figures to report.
 
-    Raises UserError for a mistake. With a file of prompts and without `strict`, rows that fail are
-    counted instead.
+    Raises UserError for a mistake; rows of a file that fail are counted instead, unless `strict`.
     """
     if options.searches_tree:
         check_one_process()
 
-    def read() -> Sequence[Prompt | BadPrompt] | None:
-        if options.prompt is not None:
-            return [text_prompt(options.prompt)]
-        if options.prompts is None:
-            return None
+    # Before the models, which take longer.
+    prompts: Sequence[Prompt | BadPrompt] | None = None
+    if options.prompt is not None:
+        prompts = [text_prompt(options.prompt)]
+    elif (files := options.prompts) is not None:
         # Strict: the first bad row ends the command; otherwise it fails when its turn comes.
-        return read_prompt_files(options.prompts, options.strict)
-
-    prompts = from_primary(read)  # before the models, which take longer
+        prompts = from_primary(lambda: read_prompt_files(files, options.strict))
 
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
@@ -200,13 +194,8 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             say(f"{len(given)} rows have a prediction, which nothing copies from: give {how}")
         if options.path is not None:
             # Not the batch size: it changes no row, and a run may resume with a smaller one.
-            depends_on = {
-                "base": spec.base,
-                "draft": spec.draft,
-                "run_seed": options.seed,
-                **settings.to_dict(),
-                **identity_of(models),
-            }
+            depends_on = {"base": spec.base, "draft": spec.draft, "run_seed": options.seed}
+            depends_on |= settings.to_dict() | identity_of(models)
             opened = open_rows(options.path, prompts, depends_on, options.overwrite)
         else:
             opened = RowSink() if options.is_live else RowPrinter()

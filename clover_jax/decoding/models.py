@@ -148,7 +148,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         return plain
 
     # The draft is placed on its devices first and quantized there, as the base is.
-    draft = _open_head(spec, plain.base, plain.tokenizer)
+    draft = _head_of(spec, plain.base, plain.tokenizer)
     params = draft.params
     if plain.mesh is not None:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
@@ -209,9 +209,7 @@ def needs_no_file(draft: str) -> bool:
     return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
 
 
-def _open_head(
-    spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None
-) -> Draft:
+def _head_of(spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
     """Return the head that a spec names, in the base's dtype."""
     if needs_no_file(spec.draft):
         # The seed differs from that of a base with random weights, which is 0.
@@ -364,11 +362,6 @@ def cache_size(models: Models, context: int, room: int) -> int:
     return bucket(context + room + depth, longest + depth)  # as in an engine
 
 
-def state_shapes(models: Models, batch: int, size: int) -> DecodeState:
-    """Return a decode state as ShapeDtypeStructs."""
-    return jax.eval_shape(lambda: _empty(models, batch, size))
-
-
 def running_state(models: Models, batch: int, size: int, context: int) -> DecodeState:
     """Return a state whose rows have `context` committed positions and run without end.
 
@@ -376,7 +369,7 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
     and the largest number of accepted positions waits for `absorb`.
     """
     # One program makes all buffers; without jit each would compile a program of its own.
-    state = jax.jit(lambda: _empty(models, batch, size))()
+    state = jax.jit(functools.partial(idle_state, models, batch, size))()
     tokens, features = jax.random.split(jax.random.key(2))
     vocabulary, pending = models.base.config.vocab_size, state.next_tokens.shape[1]
     full = jnp.full((batch,), context, jnp.int32)
@@ -393,7 +386,7 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
     )
 
 
-def _empty(models: Models, batch: int, size: int) -> DecodeState:
-    # EOS_ROOM, as in an engine, makes shapes and programs the engine's.
+def idle_state(models: Models, batch: int, size: int) -> DecodeState:
+    """Return empty slots with the shapes of an engine's."""
     base, head, tree = models.base.config, models.head, models.tree
     return empty_state(base, head, tree, batch, size, EOS_ROOM, models.dtype)

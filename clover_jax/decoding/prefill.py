@@ -126,6 +126,5 @@ def _emit_first(
         "count": jnp.ones_like(state.count),
     }
     # Other rows stay as they are; their caches have the chunk already.
-    return state.replace(
-        **{name: keep_rows(here, new, getattr(state, name)) for name, new in emitted.items()}
-    )
+    kept = {name: keep_rows(here, new, getattr(state, name)) for name, new in emitted.items()}
+    return state.replace(**kept)

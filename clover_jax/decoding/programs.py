@@ -169,8 +169,7 @@ class StatePrograms(NamedTuple):
 
     empty: (batch, size, dtype) -> empty slots.
     begin: (size, dtype, fields, settings, seed, numbers) -> a batch of one. fields: of its
-        DecodeState; settings: of its RowSampling, a bias as the fields of its RowBias. `row_key`
-        makes the key.
+        DecodeState; settings: of its RowSampling but the key, a bias as the fields of its RowBias.
     """
 
     empty: Callable[..., DecodeState]
@@ -247,9 +246,7 @@ def compile_programs(
     """Return the programs that read prompts and decode; they compile when they are called."""
 
     def reading(size: int) -> Callable:
-        def read(
-            weights: Weights, row: DecodeState, start: Array
-        ) -> tuple[DecodeState, Scores | None]:
+        def read(weights: Weights, row: DecodeState, start: Array) -> tuple[DecodeState, Any]:
             row, scores = prefill_chunk(config, size, weights, row, start)
             return row, placement.whole(scores)
 
@@ -269,9 +266,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         # The state is donated, so that its caches are updated in place.
         return placement.compiled(function, donate_argnums=1, compiler_options=options_here())
 
-    def loop(
-        weights: Weights, state: DecodeState, filled: Array, most: Array
-    ) -> tuple[DecodeState, StepRecord]:
+    def loop(weights: Weights, state: DecodeState, filled: Array, most: Array) -> tuple:
         # Every host reads the records, so each of its devices gets them whole.
         state, records = decode_chunk(config, num_steps, weights, state, filled, most)
         return state, placement.whole(records)
@@ -329,13 +324,10 @@ def decode_chunk(
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
-    # A row that ends in a filled slot stops the chunk, so that the slot is refilled. Empty slots
-    # never run, and stop nothing.
+    # A row that ends in a filled slot stops the chunk, so that the slot is refilled.
     start = (jnp.int32(0), state, _no_records(num_steps, filled.shape[0], config))
     return jax.lax.while_loop(
-        lambda carry: (carry[0] < most) & ((carry[1].finish == RUNNING) | ~filled).all(),
-        body,
-        start,
+        lambda now: (now[0] < most) & ((now[1].finish == RUNNING) | ~filled).all(), body, start
     )[1:]
 
 
@@ -376,8 +368,7 @@ def repeated(
 ) -> Callable[[PyTree, Carry, int], Carry]:
     """Return a compiled function (arguments, carry, count) that consumes the carry.
 
-    It applies body(arguments, carry, number) for the numbers from 0 to count - 1. options: of
-    jax.jit.
+    It applies body(arguments, carry, number) for number = 0 .. count - 1. options: of jax.jit.
     """
     # One call at a time: each program gets weights and caches as plain arguments.
     if not loops_on_device():

@@ -76,6 +76,9 @@ class Choice:
     rates: Mapping[str, float]
     path: Path | None
 
+    def apply(self, models: Models) -> Models:
+        return models.plain() if self.name == PLAIN else models.with_tree(parse_tree(self.name))
+
     def __str__(self) -> str:
         # Plain decoding comes first among the others: it is what a tree has to beat.
         others = sorted((name for name in self.rates if name != self.name), key=PLAIN.__ne__)
@@ -121,7 +124,7 @@ def with_fastest_tree(
     with passing_note("timing trees"):
         choice = fastest_tree(models, prompts, batch_size, sampling, warping)
     say(str(choice))
-    return models.plain() if choice.name == PLAIN else models.with_tree(parse_tree(choice.name))
+    return choice.apply(models)
 
 
 def fastest_tree(
@@ -314,8 +317,7 @@ def with_attention(
 ) -> Models:
     """Return models with the implementation of `--attention`; auto is measured on a TPU or GPU.
 
-    The platform's kernel is used where it agrees with XLA's program on a random cache of the run's
-    shapes and reads it faster.
+    The kernel is used where it reads a random cache as XLA's program does, and faster.
     platform: of the programs; None is this process's. Several processes use XLA's program: with
         different clocks they could choose differently.
     """

@@ -160,8 +160,7 @@ class AcceptedLengths:
     """The tally of accepted lengths: tau, hit rates and the histogram of many forwards.
 
     A forward is each time the base verified a draft; it accepts a number of drafted tokens and
-    emits one more of its own, the bonus. The end of an answer cuts emitted tokens, not accepted
-    ones:
+    emits one more of its own, the bonus. An answer's end cuts emitted tokens, not accepted ones:
 
         tau = emitted tokens / forwards, after the cut, without prefill's own token and forward;
         joint hit rate of position i = forwards that accepted positions 0..i / forwards, before the
@@ -238,9 +237,7 @@ def requests_of_every_kind(length: int) -> list[Request]:
     return [plain, drawn, cut, scored, biased]
 
 
-def check_request(
-    request: Request, base: BaseConfig, sampling: SamplingConfig, max_eos: int
-) -> None:
+def check_request(request: Request, base: BaseConfig, rules: SamplingConfig, max_eos: int) -> None:
     """Raise UserError for a request that cannot be decoded by this base, in this way.
 
     max_eos: EOS tokens that there is room for.
@@ -267,14 +264,14 @@ def check_request(
         check_seed(request.seed)
     # The compiled step has one rule: a row cannot ask for more than it does.
     params = request.params
-    if params.temperature > 0 and sampling.verify == "greedy":
+    if params.temperature > 0 and rules.verify == "greedy":
         raise UserError(
             f"temperature {params.temperature} needs --verify=lossless or typical; greedy "
             "verification takes the most probable token"
         )
-    if params.cuts and not sampling.truncate:
+    if params.cuts and not rules.truncate:
         raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")
-    if request.is_biased and not sampling.biased:
+    if request.is_biased and not rules.biased:
         raise UserError(
             "min_new_tokens and logit_bias need an engine with SamplingConfig(biased=True)"
         )

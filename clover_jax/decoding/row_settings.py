@@ -40,8 +40,7 @@ class GenerationSettings(SamplingParams):
     stop: may be a single string, or None. One that is a special token ends the text as an
         end-of-sequence token does, since such a token has no text.
     stop_token_ids: tokens that end the text; it contains them unless they are special.
-    min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still end the
-        text.
+    min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still are.
     logit_bias: pairs of a token id and a number to add to its logit; may be a mapping too.
     """
 
@@ -120,7 +119,6 @@ class GenerationSettings(SamplingParams):
 
 
 def _pairs(biases: Any) -> tuple[tuple[int, float], ...]:
-    """Return biases as pairs; raises UserError for other values."""
     given = biases.items() if isinstance(biases, Mapping) else biases
     if not isinstance(given, str) and isinstance(given, Iterable):
         pairs = [tuple(pair) if isinstance(pair, list) else pair for pair in given]

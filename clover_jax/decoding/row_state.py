@@ -17,12 +17,13 @@ from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.errors import UserError
 
+OpenStream = Callable[[], TextStream]  # opens the text of an answer at its first token
+
 
 class StopCut(NamedTuple):
     """Where a stop string ends a text.
 
-    num_kept: tokens whose text ends before the stop string; a token that contains its beginning
-        does not. text: the text before it.
+    num_kept: tokens whose whole text lies before the stop string. text: the text before it.
     """
 
     num_kept: int
@@ -35,7 +36,7 @@ class AnswerText:
     `take` finds stop strings as `find_stop` does; `settled` returns the new text.
     """
 
-    def __init__(self, stops: Sequence[str], open_pieces: Callable[[], TextStream]):
+    def __init__(self, stops: Sequence[str], open_pieces: OpenStream):
         """Begin a text; `open_pieces` returns a stream that starts at its first token."""
         self._stops, self._open = stops, open_pieces
         self._pieces = open_pieces()
@@ -83,10 +84,7 @@ class AnswerText:
 
 
 def find_stop(
-    open_pieces: Callable[[], TextStream],
-    ids: Sequence[int],
-    stops: Sequence[str],
-    num_clean: int = 0,
+    open_pieces: OpenStream, ids: Sequence[int], stops: Sequence[str], num_clean: int = 0
 ) -> StopCut | None:
     """Return where the first stop string ends the text of `ids`, if there is one.
 
@@ -113,8 +111,7 @@ def find_stop(
 def settled_length(text: str, stops: Sequence[str]) -> int:
     """Return the length of the text that no stop string can cut any more.
 
-    Example: for "so\\n" and the stop "\\n\\n" it is 2, since another newline would complete it.
-    It is 2 for "so\\n\\nbe" too.
+    Example: for the stop "\\n\\n" it is 2 in "so\\n", which may go on, and in "so\\n\\nbe".
     """
     settled = len(text)
     for stop in stops:
@@ -131,7 +128,7 @@ def _readable(settled: str, pieces: TextStream) -> str:
     return settled + pieces.held().rstrip(INCOMPLETE)
 
 
-def _num_before(open_pieces: Callable[[], TextStream], ids: Sequence[int], position: int) -> int:
+def _num_before(open_pieces: OpenStream, ids: Sequence[int], position: int) -> int:
     """Return how many tokens have a text that ends at `position` or before."""
 
     def length(count: int) -> int:
@@ -215,10 +212,8 @@ def fit_context(
 ) -> list[int]:
     """Return a prompt that leaves room for a token: `ids` itself, or its end.
 
-    A truncated prompt leaves room for max_new_tokens, but keeps at least half of the context, and
-    keeps a beginning-of-sequence token.
-
-    Raises ContextOverflow or Skipped, depending on settings.context_overflow.
+    A truncated prompt leaves room for max_new_tokens, but fills at least half of the context, and
+    keeps a beginning-of-sequence token. Raises ContextOverflow or Skipped, as the settings ask.
     """
     context = base.max_position_embeddings
     if len(ids) < context:
@@ -249,8 +244,7 @@ class RowState:
         """Take the row; raises UserError for settings that it cannot have.
 
         watched_by: the unit of a piece of streamed text: a chunk of steps, a forward pass, or the
-            copies within a forward pass, in the order of their cost to the host. None if the text
-            is needed only at the end.
+            copies within a forward pass, the cheapest first. None: text at the end only.
         """
         self.prompt = prompt
         self._settings = settings.for_row(prompt)
@@ -387,8 +381,7 @@ class RowState:
 def forward_groups(turn: Generation | Turn, first: int) -> Iterator[tuple[int, list[int]]]:
     """Yield the tokens from number `first` on by forward pass; prefill is 0.
 
-    Example: ids 5 6 7 8 9 with accepted [2, 4] are (0, [5]), (1, [6, 7, 8]) and (2, [9]): a limit
-    cut the last forward pass.
+    Example: ids 5 6 7 8 9 with accepted [2, 4] are (0, [5]), (1, [6, 7, 8]), (2, [9]): a limit cut.
     """
     # Prefill emits one token; a forward pass its accepted ones and the base's own.
     counts = [1, *(accepted + 1 for accepted in turn.accepted)]

@@ -136,8 +136,7 @@ def source_size(models: Models, prompts: Iterable[Prompt | BadPrompt]) -> int:
 class RowStream:
     """Decodes prompt rows in the slots of an engine; iterate over it once for the events.
 
-    A row starts when a slot is free; rows end in any order. Float32 matmuls are exact here,
-    whatever precision the caller has set.
+    A row starts when a slot is free; rows end in any order. Float32 matmuls are exact here.
     """
 
     def __init__(
@@ -169,12 +168,9 @@ class RowStream:
         first = next(self._requests)
         if first is not None:
             # The same number of positions, so the same buffers, without reading the prompt twice.
-            length = len(first.prompt_ids)
-            short = dataclasses.replace(
-                first,
-                prompt_ids=first.prompt_ids[:1],
-                max_new_tokens=first.max_new_tokens + length - 1,
-            )
+            most = first.max_new_tokens + len(first.prompt_ids) - 1
+            ids = first.prompt_ids[:1]
+            short = dataclasses.replace(first, prompt_ids=ids, max_new_tokens=most)
             for progress in self._stream(iter([short])):
                 progress.stop()  # one chunk has compiled everything
         # The row itself has not been decoded.

@@ -115,8 +115,7 @@ def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Fl
     the tokens before it, by descending probability, is below top_p; equal tokens stay together.
     """
     temperature = rows.temperature[:, None, None]
-    # The largest is 0, however small the temperature: quotients of logits would overflow, or lose
-    # their differences to rounding.
+    # The largest is 0: quotients of logits could overflow, or lose their differences to rounding.
     below = logits - logits.max(axis=-1, keepdims=True)
     scaled = below / jnp.where(temperature > 0, temperature, 1.0)
     if truncate:

@@ -19,8 +19,7 @@ _foreign = functools.partial(setting, group="third-party drafts")
 class ModelSpec(ChatSettings, BaseSettings):
     """A base, a draft and a tree, as a user names them.
 
-    draft: "random:KIND" is a head with random weights, "random:KIND:NAME=VALUE,..." one with
-        options of its kind.
+    draft: "random:KIND" is a head with random weights, "random:KIND:NAME=VALUE,..." has options.
     tree: None is the draft's recorded tree, or `default_tree`.
     tokenizer: False where no text is read or written; chat templates are not compared then.
     """

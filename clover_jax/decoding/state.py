@@ -26,8 +26,7 @@ EOS_ROOM = 8  # EOS tokens that a row may have, or as many as the base has if th
 class DecodeState(struct.PyTreeNode):
     """A batch in the middle of decoding; every leaf has a leading B.
 
-    tokens:   [B, S] prompt and emitted tokens; tokens[b, length[b]] is the root: emitted, not yet
-        read by the base.
+    tokens:   [B, S] prompt and emitted tokens; tokens[b, length[b]] is the root, not yet read.
     length:   [B] positions whose keys and values are committed.
     end:      [B] prompt and emitted tokens; length + 1 while the row runs.
     limit:    [B] `end` at which the row stops.
@@ -40,8 +39,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k, top-p and bias.
-    source: [B, r] other text to copy from, PAD_TOKEN where there is none; None without room for
-        it.
+    source:   [B, r] other text to copy from, PAD_TOKEN where there is none; None without room.
     copies: how often copies were right; None for trees without copies.
     """
 
@@ -156,15 +154,10 @@ def grow(state: DecodeState, size: int) -> DecodeState:
         widths = [(0, size - x.shape[i]) if i == axis else (0, 0) for i in range(x.ndim)]
         return jnp.pad(x, widths)
 
-    def longer(cache: DraftCache) -> DraftCache:
-        return map_key_values(lambda x: pad(x, 2), cache)
-
     # Only these have an axis of positions.
-    return state.replace(
-        tokens=pad(state.tokens, 1),
-        cache=longer(state.cache),
-        draft_cache=longer(state.draft_cache),
-    )
+    caches = state.cache, state.draft_cache
+    cache, draft_cache = map_key_values(lambda x: pad(x, 2), caches)
+    return state.replace(tokens=pad(state.tokens, 1), cache=cache, draft_cache=draft_cache)
 
 
 def bucket(size: int, longest: int | None = None) -> int:

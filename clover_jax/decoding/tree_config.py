@@ -189,8 +189,7 @@ class AdaptiveTree(JsonConfig):
 
     def levels_within(self, max_depth: int | None) -> int:
         """Return how deep the tree goes with a head that drafts `max_depth` tokens (None: any)."""
-        # Only clover4 stops where the head does; `check_tree` refuses a dynamic tree that is too
-        # deep.
+        # Only clover4 stops where the head does; `check_tree` refuses deeper dynamic trees.
         if self.rule != "clover4" or max_depth is None:
             return self.depth
         return min(self.depth, max_depth)
@@ -207,8 +206,7 @@ class CopyTree(JsonConfig):
     """A tree with room for copies of the text (`tree.add_copies`).
 
     drafted: what the head drafts; the root alone where everything is copied.
-    copies: additional nodes. A static tree keeps its own nodes; the nodes of an adaptive tree and
-        the copies compete for all slots.
+    copies: additional nodes; those of a static tree stay, those of an adaptive tree compete.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -269,8 +267,7 @@ def parse_tree(name: str) -> Tree:
     clover4 follow the draft's probabilities.
 
     +copy:NODES after a tree's name, or copy:NODES alone, adds nodes that are copied from the text.
-    A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]] is the tree
-    paths:0/1/0.0.
+    A file holds a JSON list of paths of child ranks: [[0], [1], [0, 0]] is paths:0/1/0.0.
     """
     # Copies, in addition to another tree or alone.
     drafted, _, copies = name.rpartition("copy:")

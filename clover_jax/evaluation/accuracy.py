@@ -87,8 +87,7 @@ def measure(method: Method, turns: Sequence[TurnRow]) -> Iterator[tuple[int, Hit
 
 def total(parts: Sequence[Hits]) -> Hits:
     """Add up the counts of several turns."""
-    pairs, hits = [one.pairs for one in parts], [one.hits for one in parts]
-    return Hits(np.sum(pairs, axis=0), np.sum(hits, axis=0))
+    return Hits(*(np.sum(counts, axis=0) for counts in zip(*parts, strict=True)))
 
 
 def _pack(turns: Sequence[TurnRow], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:

@@ -136,10 +136,7 @@ def _read(path: Path) -> Values:
 
 
 def _page(
-    title: str,
-    columns: Sequence[Column],
-    tasks: Sequence[str],
-    differing: Mapping[str, Sequence[str]],
+    title: str, columns: Sequence[Column], tasks: Sequence[str], differing: Mapping[str, list[str]]
 ) -> str:
     # Differences of the conditions come first.
     parts = [f"# {title}"]

@@ -2,8 +2,7 @@
 
 Every product with a weight reads that weight: a matrix used by five draft levels is read five
 times, as if no cache held it. Looking up rows (embeddings) is left out. A product of grouped rows
-(experts) reads one matrix for each row, at most all. `experiments/aot` reads the compiled program
-itself: bytes moved, copies, time by part.
+(experts) reads one matrix for each row, at most all. `experiments/aot` reads compiled programs.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from clover_jax.decoding.models import (
     Models,
     cache_size,
     fitting_context,
+    idle_state,
     load_shapes,
-    state_shapes,
 )
 from clover_jax.decoding.programs import Options, Placement, options_for
 from clover_jax.decoding.spec import ModelSpec
@@ -110,10 +109,8 @@ def _visit(jaxpr: core.Jaxpr, sizes: list[int], trips: int, platform: str) -> tu
         elif name in _REARRANGING:
             results = [given[0]] * len(results)
         elif name == "cond":  # its first operand selects the branch
-            works = [
-                _visit(b, given[1:], trips, platform)[0] for b in _branches(equation, platform)
-            ]
-            totals += np.max(works, axis=0)
+            cost = [_visit(b, given[1:], trips, platform)[0] for b in _branches(equation, platform)]
+            totals += np.max(cost, axis=0)
         else:
             times = {"scan": equation.params.get("length"), "while": trips}.get(name, 1)
             for inner in _inner(equation):
@@ -294,7 +291,7 @@ def lower_step(
     # The arguments, as the engine lays them out; buffers have room for one step.
     batch = Placement(device_mesh).whole_rows(batch)
     size = cache_size(models, context, room=0)
-    states = state_shapes(models, batch, size)
+    states = jax.eval_shape(functools.partial(idle_state, models, batch, size))
     states = with_shardings(states, decode_state_shardings(states, device_mesh))
     weights = with_shardings(models.weights, param_shardings(models.weights, device_mesh))
 

@@ -2,8 +2,7 @@
 
 Everything comes from shapes: the base's config is read, and nothing is allocated. Params, optimizer
 and gradients are counted exactly. Activations are estimated from the largest arrays that live
-together; with a target whose compiler is installed, the compiler's own account replaces the
-estimate.
+together; a target whose compiler is installed has the compiler's own account instead.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ from clover_jax.training.teacher import stored_names
 
 # Share of the data sheet's rate that well-tuned training reaches, so the time is optimistic.
 UTILIZATION = 0.4
-# A CPU's programs fuse less: they keep both factors of a gate and every step of a norm. Only CPUs
-# do not report how much memory they have.
+# A CPU's programs fuse less. Only CPUs do not report how much memory they have.
 ON_A_CPU = "activations are estimated as for an accelerator; CPUs took 0.9 to 1.6 times as much"
 AT_REST = ("base", "draft", "optimizer")  # on a device between steps
 COMPILED_ADVICE = (
@@ -222,8 +220,7 @@ class DryRun:
 def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = None) -> DryRun:
     """Return what a run with these settings would take.
 
-    mesh: as `--mesh`; it may have more devices than this machine. target: the hardware; None is
-        the devices of this process.
+    mesh: as `--mesh`; it may have more devices than this machine. target: None is this machine.
     """
     # Check the settings before anything is traced.
     shape = _mesh_shape(mesh, target)
@@ -241,9 +238,7 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
 
     # The kinds in the order of the report, in bytes as they lie on the mesh between steps.
     kinds = {"base": step.base, "draft": step.state.params, "optimizer": step.state.opt_state}
-    sizes = {
-        kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
-    }
+    sizes = {k: bytes_per_device(tree, param_shardings(tree, placed)) for k, tree in kinds.items()}
     # Gradients are float32 like the draft's params, and split in the same way.
     sizes["gradients"] = sizes["draft"]
     sizes["gathered"] = gathered_bytes(step.base, placed)

@@ -65,20 +65,17 @@ class Divergence:
     kind: str = MISMATCH
 
 
+Rows = Mapping[int, Mapping[str, Any]]  # output rows by their place in the input
 # Row -> for each of its texts the divergence, or None where it is equal to plain decoding's. A text
 # that is missing, or has no text of plain decoding to compare with, has no entry.
 Comparisons = Mapping[int, Sequence[Divergence | None]]
 
 
-def compare_passes(
-    rows: Mapping[int, Mapping[str, Any]],
-    passes: Iterable[TimedPass],
-    plain: Mapping[int, Mapping[str, Any]],
-) -> Comparisons:
+def compare_passes(rows: Rows, passes: Iterable[TimedPass], plain: Rows) -> Comparisons:
     """Compare the text of each row's first pass, then those of later passes that differ from it."""
     compared = {number: compare_rows(row, plain[number]) for number, row in rows.items()}
     for one in passes:
-        size, repeat = one.key.batch_size, one.key.repeat
+        size, repeat = one.batch_size, one.repeat
         for row in one.changed:
             compared[row["row"]] += [
                 again and dataclasses.replace(again, batch_size=size, repeat=repeat)
@@ -120,8 +117,7 @@ def summarize(
 class Case(NamedTuple):
     """A turn of plain decoding, and where a draft left it.
 
-    request: of the turn. output_ids: plain decoding's tokens. divergence: None for a turn that is
-    read for the threshold only.
+    request: of the turn. output_ids: plain decoding's. divergence: None: for the threshold only.
     """
 
     request: Request
@@ -130,11 +126,7 @@ class Case(NamedTuple):
 
 
 def judge(
-    comparisons: Comparisons,
-    plain: Mapping[int, Mapping[str, Any]],
-    plan: Plan,
-    vanilla: Method,
-    is_expected: bool,
+    comparisons: Comparisons, plain: Rows, plan: Plan, vanilla: Method, is_expected: bool
 ) -> dict[int, Divergence]:
     """Return row -> its worst divergence with its kind, for the rows that have one.
 
@@ -172,9 +164,7 @@ def judge(
     return worst
 
 
-def classify(
-    cases: Sequence[Case], params: Params, alone: Engine, batched: Engine
-) -> list[Divergence]:
+def classify(cases: list[Case], params: Params, alone: Engine, batched: Engine) -> list[Divergence]:
     """Return the divergences of the cases with gap, threshold and kind.
 
     params: the base's. alone, batched: engines of plain decoding with one slot and with many.
@@ -208,8 +198,7 @@ def classify(
 class Scores(NamedTuple):
     """Of plain decoding at every emitted token of a batch.
 
-    lead: [B, n] the best score less the second best. gap: [B, n] the emitted token's score less the
-    score of the rival, the draft's token.
+    lead: [B, n] the best score less the second. gap: [B, n] the emitted token's less the draft's.
     """
 
     lead: Array
@@ -272,11 +261,7 @@ def _program(config: StepConfig, at_once: int) -> Callable[..., tuple[Cache, Sco
 
 
 def add_scores(
-    config: StepConfig,
-    at_once: int,
-    given: Text,
-    carry: tuple[Cache, Scores],
-    number: Int[Array, ""],
+    config: StepConfig, at_once: int, given: Text, carry: tuple[Cache, Scores], number: Array
 ) -> tuple[Cache, Scores]:
     """Do one step of plain decoding, teacher-forced, and add its scores."""
     (weights, state, tokens, rivals), (cache, scores_so_far) = given, carry

@@ -296,12 +296,7 @@ def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
 
 
 def sweep_and_describe(
-    spec: ModelSpec,
-    *,
-    batch_sizes: Sequence[int],
-    nodes: Sequence[int],
-    context: int | None,
-    rounds: int,
+    spec: ModelSpec, *, batch_sizes: list[int], nodes: list[int], context: int | None, rounds: int
 ) -> dict[str, Any]:
     """Time batch sizes and tree sizes, print the table, return it as JSON values.
 
@@ -363,8 +358,7 @@ def sweep(
             timed = time_in_turns(runs, rounds)
 
         ms = {name: 1e3 * seconds / steps_at_once() for name, seconds in timed.items()}
-        # The rest of a step, accepting and committing, is a small difference: noise may make it
-        # negative.
+        # The rest of a step is a small difference, which noise may make negative.
         rest = max(ms["step"] - ms["draft"] - ms[f"verify {slots}"], 0.0)
         for count in nodes:
             times = {

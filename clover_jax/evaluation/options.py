@@ -53,8 +53,7 @@ class DraftChoice:
 class Options:
     """The flags of `evaluate` in addition to those of `ModelSpec` and `GenerationSettings`.
 
-    spec: of plain decoding; a draft's spec has another draft and tree. workdir: where the report
-    goes without `output`.
+    spec: of plain decoding; a draft's spec has another draft and tree. workdir: default `output`.
     """
 
     spec: ModelSpec

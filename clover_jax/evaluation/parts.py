@@ -164,9 +164,7 @@ class Bench:
         compiler would compute ahead what it gathers from them.
         """
 
-        def apply(
-            weights: Weights, buffers: PyTree, small: DecodeState, *more: Any
-        ) -> tuple[PyTree, Any]:
+        def apply(weights: Weights, buffers: PyTree, small: DecodeState, *more: Any) -> tuple:
             state, rest = stage(weights, small.replace(**buffers), *more)
             left = state.replace(**dict.fromkeys(_BUFFERS, ()))
             return {name: getattr(state, name) for name in _BUFFERS}, (left, rest)
@@ -244,7 +242,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     verified = parts["verify"].run()
 
     parts["accept"] = bench.reading(
-        lambda weights, state, drafted, verified: accept(config, state, drafted, verified),
+        lambda _, state, drafted, verified: accept(config, state, drafted, verified),
         drafted,
         verified,
     )
@@ -320,8 +318,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     config = engine.config
 
     def steps(weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
-        # Every call starts from the same place in the text. The caches are passed on, since they
-        # were donated; everything else stays.
+        # Every call starts from the same place in the text; the donated caches are passed on.
         new, emitted = step_loop(config, weights, state)
         return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
 

@@ -75,8 +75,7 @@ class Plan:
     def expects_equality(self, method: Method) -> bool:
         """Return whether a draft must emit plain decoding's very tokens.
 
-        Children sampled from the draft give the right distribution with other random numbers, and
-        Medusa's rule gives another distribution.
+        Sampled children give the distribution with other random numbers, Medusa's rule another one.
         """
         sampling = method.models.step(self.sampling).sampling
         return sampling.verify != "typical" and sampling.draft_sampling == "topk"
@@ -138,7 +137,10 @@ class TimedPass:
     as JSON values. revision: of this code, as `git_revision` returns it.
     """
 
-    key: PassKey
+    batch_size: int
+    task: str
+    repeat: int
+    method: str
     rows: int
     tokens: int
     seconds: float
@@ -148,9 +150,9 @@ class TimedPass:
     conditions: Mapping[str, Any]
     revision: str | None
 
-
-_OWN = [field.name for field in dataclasses.fields(TimedPass) if field.name != "key"]
-_COLUMNS = {*PassKey._fields, *_OWN}  # of the journal
+    @property
+    def key(self) -> PassKey:
+        return PassKey(self.batch_size, self.task, self.repeat, self.method)
 
 
 class PassJournal:
@@ -161,21 +163,18 @@ class PassJournal:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        conditions: Mapping[str, Any],
-        overwrite: bool,
-        revision: str | None = None,
+        self, directory: Path, conditions: Mapping, overwrite: bool, revision: str | None = None
     ):
         """Read DIR/legs.jsonl, or delete it with `overwrite`.
 
-        conditions, revision: of this session. Passes of other conditions are dropped, passes of
-        another revision of the code are kept.
+        conditions, revision: of this session. Passes of other conditions (only) are dropped.
         """
+
+        columns = {field.name for field in dataclasses.fields(TimedPass)}
 
         # A row of another version has other columns.
         def is_usable(row: Mapping[str, Any]) -> bool:
-            return row.keys() == _COLUMNS and row["conditions"] == conditions
+            return row.keys() == columns and row["conditions"] == conditions
 
         self._path = directory / JOURNAL
         if overwrite:
@@ -185,11 +184,8 @@ class PassJournal:
         keep_rows(self._path, is_usable)
 
         # Of a pass that was begun twice the last one counts.
-        self._passes: dict[PassKey, TimedPass] = {}
-        usable = [row for row in rows if is_usable(row)]
-        for row in usable:
-            key = PassKey(*(row[name] for name in PassKey._fields))
-            self._passes[key] = TimedPass(key, **{name: row[name] for name in _OWN})
+        usable = [TimedPass(**row) for row in filter(is_usable, rows)]
+        self._passes = {one.key: one for one in usable}
         self.num_dropped = len(rows) - len(usable)
         session = max((one.session for one in self._passes.values()), default=-1) + 1
         self.origin: dict[str, Any] = {"session": session}
@@ -201,8 +197,7 @@ class PassJournal:
     def add(self, timed: TimedPass) -> None:
         """Record a pass that has just ended; only the primary process writes it."""
         if is_primary():
-            own = {name: getattr(timed, name) for name in _OWN}
-            append_row(self._path, timed.key._asdict() | own)
+            append_row(self._path, dataclasses.asdict(timed))
         self._passes[timed.key] = timed
 
     def select(self, **wanted: Any) -> list[TimedPass]:
@@ -219,8 +214,8 @@ def throughputs(passes: Iterable[TimedPass]) -> dict[int, float]:
     tokens: collections.Counter[int] = collections.Counter()
     seconds: collections.defaultdict[int, float] = collections.defaultdict(float)
     for one in passes:
-        tokens[one.key.repeat] += one.tokens
-        seconds[one.key.repeat] += one.seconds
+        tokens[one.repeat] += one.tokens
+        seconds[one.repeat] += one.seconds
     return {repeat: tokens[repeat] / seconds[repeat] for repeat in tokens if seconds[repeat] > 0}
 
 
@@ -311,8 +306,7 @@ def load_methods(
                 models = drafting
         methods.append(Method(choice.name, models, choice.source))
 
-    # Baselines have their own trees: --tree and --copy are for the drafts. Only lookup reads other
-    # texts.
+    # Baselines have their own trees, and no --copy. Only lookup reads other texts.
     for choice in baselines:
         spec = dataclasses.replace(options.spec, draft=choice.source, copy=0)
         if choice.source != "lookup":
@@ -357,11 +351,9 @@ def make_engines(methods: Sequence[Method], plan: Plan) -> dict[int, dict[str, E
     """
     engines: dict[int, dict[str, Engine]] = {size: {} for size in plan.batch_sizes}
     for method in methods:
-        room = source_size(method.models, plan.prompts)
+        options = {"seed": plan.seed, "source_size": source_size(method.models, plan.prompts)}
         for size, of_size in engines.items():
-            of_size[method.name] = method.models.engine(
-                size, plan.sampling, seed=plan.seed, source_size=room
-            )
+            of_size[method.name] = method.models.engine(size, plan.sampling, **options)
     return engines
 
 

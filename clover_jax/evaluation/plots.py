@@ -176,11 +176,9 @@ def _speedup(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     none = {"median": 0.0, "least": 0.0, "most": 0.0}
     spreads = {name: [one["speedup"] or none for one in cells] for name, cells in speeds.items()}
     medians = {name: [one["median"] for one in values] for name, values in spreads.items()}
+    bounds = (("median", "least"), ("most", "median"))
     errors = {
-        name: [
-            [one["median"] - one["least"] for one in values],
-            [one["most"] - one["median"] for one in values],
-        ]
+        name: [[one[more] - one[less] for one in values] for more, less in bounds]
         for name, values in spreads.items()
     }
     _bars(axes, [str(size) for size in sizes], medians, errors)

@@ -48,9 +48,7 @@ class Measured:
     times: Mapping[str, StageTimes]
 
 
-def build_report(
-    manifest: dict[str, Any], evaluation: Evaluation, measured: Measured
-) -> dict[str, Any]:
+def build_report(manifest: dict, evaluation: Evaluation, measured: Measured) -> dict[str, Any]:
     """Return the report as JSON values; the revisions of the code are added to its manifest."""
     # Only passes of this plan count: the journal may have other batch sizes of earlier commands.
     plan, methods, journal = evaluation.plan, evaluation.methods, evaluation.journal
@@ -155,9 +153,7 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     }
 
 
-def _cell(
-    method: Method, evaluation: Evaluation, measured: Measured, task: str | None
-) -> dict[str, Any]:
+def _cell(method: Method, evaluation: Evaluation, measured: Measured, task: str | None) -> dict:
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell
@@ -178,9 +174,9 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
     """Return each method's speed at a batch size, over all tasks and on each."""
 
     def of(method: str, task: str | None) -> list[TimedPass]:
-        at_size = (one for one in passes if one.key.batch_size == size)
-        mine = (one for one in at_size if one.key.method == method)
-        return [one for one in mine if task in (None, one.key.task)]
+        at_size = (one for one in passes if one.batch_size == size)
+        mine = (one for one in at_size if one.method == method)
+        return [one for one in mine if task in (None, one.task)]
 
     def measured(method: str, task: str | None) -> dict[str, Any]:
         return speed(of(method, task), of(VANILLA, task))
@@ -212,9 +208,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
         "dtype": identity["dtype"],
         "base": {
             "source": plain.base.source,
-            "hash": identity["base_hash"],
-            "params": identity["base_params"],
-            "config": identity["base_config"],
+            **{name: identity[f"base_{name}"] for name in ("hash", "params", "config")},
             "chat_template": identity["chat_template"],
         },
         "prompts": prompts,

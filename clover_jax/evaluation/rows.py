@@ -155,7 +155,7 @@ class Tally(RowTotals):
             "conditional_hit_rate": self.conditional_hit_rate(depth),
             "accepted_histogram": self.histogram(depth),
             "accepted_ranks": [
-                [ranks[k] for k in range(max(ranks, default=-1) + 1)] for ranks in self._ranks
+                [counts[k] for k in range(max(counts, default=-1) + 1)] for counts in self._ranks
             ],
             "by_context": [
                 {
@@ -195,8 +195,7 @@ def context_bin(length: int) -> int:
 def count_repeats(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[int, int]:
     """Return how many 8-grams of an answer occurred before in prompt and answer, and how many are.
 
-    Example: after the prompt 1 .. 9 the answer 1 .. 9 has 2 of 2; 9 sevens after another prompt
-    have 1 of 2, the first being new.
+    Example: after the prompt 1 .. 9 the answer 1 .. 9 has 2 of 2, and 9 sevens have 1 of 2.
     """
     row = [*prompt_ids, *output_ids]
     before, repeated = set(), 0

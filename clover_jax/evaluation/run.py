@@ -159,7 +159,7 @@ class Evaluation:
         # Compilation after the warmup is not the method's time.
         self.journal.add(
             TimedPass(
-                key,
+                *key,
                 rows=len(prompts),
                 tokens=tokens,
                 seconds=compiling.now() - started,
@@ -192,9 +192,7 @@ class Evaluation:
         return f"{task} (batch size {batch_size}): {'; '.join(parts)}"
 
 
-def evaluate(
-    options: Options, settings: GenerationSettings, flags: dict[str, Any]
-) -> dict[str, Any]:
+def evaluate(options: Options, settings: GenerationSettings, flags: dict) -> dict[str, Any]:
     """Measure the methods, write the report and return its key figures.
 
     flags: every flag's value, for the manifest.
@@ -223,10 +221,8 @@ def evaluate(
 
         with open_row_files(options, methods, plan) as files:
             # Read by one process: processes with other finished passes would run different ones.
-            here = conditions(options.spec.mesh)
-            journal = from_primary(
-                lambda: PassJournal(options.directory, here, options.overwrite, git_revision())
-            )
+            given = options.directory, conditions(options.spec.mesh), options.overwrite
+            journal = from_primary(lambda: PassJournal(*given, git_revision()))
             evaluation = Evaluation(methods, engines, plan, files, journal)
             evaluation.run_passes()
             measured = _measure(evaluation)
@@ -317,9 +313,7 @@ def _measure(evaluation: Evaluation) -> Measured:
     return Measured(comparisons, divergences, hits, times)
 
 
-def _accuracy(
-    method: Method, plain: Mapping[int, Any], bar: Progress
-) -> dict[int, list[accuracy.Hits]]:
+def _accuracy(method: Method, plain: Mapping, bar: Progress) -> dict[int, list[accuracy.Hits]]:
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
     # A baseline has no probabilities to rank.

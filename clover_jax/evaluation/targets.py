@@ -108,8 +108,7 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
     """Return the devices of a target.
 
     count: GPUs of one machine; a TPU's topology has its own count.
-    Raises NoCompiler if the target's compiler is not installed, UserError if the compiler rejects
-    the arrangement of chips.
+    Raises NoCompiler if the compiler is not installed, UserError if it rejects the arrangement.
     """
     import jax
     from jax.experimental import topologies

@@ -27,13 +27,10 @@ CACHE_CHUNK = 256  # a cache's length is a multiple of this
 class CacheReadPolicy:
     """How a platform reads the committed cache: what its compiler does best with.
 
-    most_scores: bytes of float32 scores at a time, at most, which bounds a chunk of the cache; None
-        takes chunks of CACHE_CHUNK.
-    stops_early: whether chunks beyond the longest row stay unread, by a trip count that depends on
-        data.
+    most_scores: bytes of float32 scores of a chunk of the cache; None: chunks of CACHE_CHUNK.
+    stops_early: whether chunks beyond the longest row stay unread: the trip count is data.
     keeps_query: whether the fresh rows' product is kept apart from the cache's.
-    stores_weights: whether weights are stored, instead of computed for their sum and for their
-        product.
+    stores_weights: whether weights are stored, instead of computed for sum and product each.
     rows_scores: bytes of float32 scores that rows of the batch may have at a time; None takes all
         rows at once. Scores of one row that are more are one group.
     """
@@ -57,8 +54,7 @@ class CacheReadPolicy:
         if size <= CACHE_CHUNK or size % CACHE_CHUNK:
             return size
         whole = size // CACHE_CHUNK
-        # Two turns at least: a TPU updates a small cache that it has read whole in fast memory, and
-        # writes it back whole.
+        # Two turns at least: a TPU would write a small cache that it has read whole back whole.
         most = whole // 2 if self.stops_early else whole
         most = min(most, self.most_scores // (4 * num_queries * CACHE_CHUNK))
         return CACHE_CHUNK * next((n for n in range(most, 1, -1) if whole % n == 0), 1)

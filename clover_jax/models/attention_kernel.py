@@ -45,8 +45,7 @@ def read_cache(
 
     positions: of the queries, which a window needs.
     window: positions that a query sees, its own included.
-    scale, cap: scores are cap * tanh(scale * query . key / cap); without a cap scale * query . key,
-        with H^-1/2 for None.
+    scale, cap: scores are cap * tanh(scale * query . key / cap); scale None is H^-1/2.
     interpret: run the kernel as an ordinary program, for tests.
 
     Jitted, so that the layers of a model trace and lower it once.
@@ -117,9 +116,7 @@ def read_cache(
     return RunningSoftmax(peak, total, mixed[:, :, :asked].reshape(query.shape))
 
 
-def _blocks(
-    num_heads: int, rows: int, size: int, width: int, itemsize: int
-) -> tuple[int, int, int]:
+def _blocks(num_heads: int, rows: int, size: int, width: int, itemsize: int) -> tuple[int, ...]:
     """Return how many positions, heads, and queries of a head are taken at a time."""
     block = next((b for b in (BLOCK, BLOCK // 2) if size % b == 0), size)
     queries = rows if rows <= MOST_QUERIES else MOST_QUERIES // 2

@@ -14,8 +14,7 @@ class Batch(struct.PyTreeNode):
     segment_ids: [B, S] 1, 2, .. number the documents of a row; 0 is padding.
     positions:   [B, S] position within the document.
     loss_mask:   [B, S] True on the tokens to learn: the assistant's, or all of plain text.
-    hidden: name -> [B, S, D] the base's activations, where they are cached; None where the base is
-        run for them.
+    hidden: name -> [B, S, D] the base's cached activations; None where the base is run for them.
     anchors:     [B, M] places of x_{t+1}, the only t at which a head trains; None for all.
     """
 

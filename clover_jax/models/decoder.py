@@ -68,11 +68,8 @@ class SelfAttention(nn.Module):
         width, groups = cfg.hidden_size, cfg.num_groups
         heads = (cfg.num_kv_heads, groups + 2, cfg.head_dim)
         qkv = self.param("qkv", matrix_init(x.shape[-1]), (x.shape[-1], *heads))
-        out = self.param(
-            "out",
-            matrix_init(cfg.num_heads * cfg.head_dim),
-            (cfg.num_kv_heads, groups, cfg.head_dim, width),
-        )
+        init = matrix_init(cfg.num_heads * cfg.head_dim)
+        out = self.param("out", init, (cfg.num_kv_heads, groups, cfg.head_dim, width))
         # As it is stored: flat, a TPU would re-lay it.
         split_heads = functools.partial(contract, "btd,dkch->bkcth")
         fused = jax.lax.platform_dependent(x, qkv, tpu=split_heads, default=_split_columns)
@@ -110,8 +107,7 @@ class SelfAttention(nn.Module):
 def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
     """Return x times `qkv` [D, K, c, H] as [B, K, c, T, H], by one product with a matrix.
 
-    Otherwise XLA for CPU transposes `qkv`. Columns stay in the order of K, so that shards of heads
-    stay whole.
+    Otherwise XLA for CPU transposes `qkv`. Columns stay in the order of K: shards stay whole.
     """
     columns = contract("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
     return jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *qkv.shape[1:]))
@@ -153,10 +149,8 @@ class DecoderLayer(nn.Module):
         # B and T as one axis: of [B, T, D] a TPU pads each T to a multiple of 8.
         rows = x.reshape(-1, x.shape[-1])
         # EAGLE-1's layer reads the output of fc without a norm.
-        normed = self.attention_norm(rows) if self.input_norm else rows
-        mixed, fresh = self.attention(
-            normed.reshape(x.shape), positions, mask, cache, length, attend
-        )
+        normed = (self.attention_norm(rows) if self.input_norm else rows).reshape(x.shape)
+        mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
         rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
         rows = rows + self.mlp_post_norm(self.mlp(self.mlp_norm(rows)))
         return rows.reshape(x.shape), fresh
@@ -165,8 +159,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The base model up to the final norm; `project` gives logits.
 
-    layer_params: gathers a layer's params just before it runs, where they are split over devices;
-        None: they are whole.
+    layer_params: gathers a layer's split params just before it runs; None: they are whole.
     """
 
     config: BaseConfig
@@ -220,9 +213,7 @@ def scale_rows(rows: Float[Array, "*b D"], scale: float) -> Float[Array, "*b D"]
 
 @typed
 def project(
-    matrix: Float[Array, "V D"] | Int8Matrix,
-    hidden: Float[Array, "*b D"],
-    cap: float | None = None,
+    matrix: Float[Array, "V D"] | Int8Matrix, hidden: Float[Array, "*b D"], cap: float | None = None
 ) -> Float[Array, "*b V"]:
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
 
@@ -254,8 +245,7 @@ def base_logits(
 def _row_logits(matrix: Float[Array, "V D"], rows: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """Multiply; a gradient goes back through products in the operands' dtype.
 
-    The gradient of float32 logits is float32; with it the products of bfloat16 operands would run
-    in float32, at half the rate or less.
+    With the float32 gradient of float32 logits, products would run at half the rate or less.
     """
     return jnp.einsum("rd,vd->rv", rows, matrix, preferred_element_type=jnp.float32)
 

@@ -41,8 +41,7 @@ def rms_norm(
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Return the angular frequencies of the pairs that are rotated, scaled as `rope.kind` says.
 
-    Source: the rope_parameters of Hugging Face configurations; YaRN (arXiv 2309.00071), LongRoPE
-    (arXiv 2402.13753).
+    Source: Hugging Face's rope_parameters; YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753).
     """
     size = int(head_dim * rope.share)
     frequency = rope.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
@@ -151,8 +150,7 @@ class GatedMLP(nn.Module):
         width, inner = cfg.hidden_size, cfg.intermediate_size
         gate_up = self.param("gate_up", matrix_init(width), (width, 2, inner))
         down = self.param("down", matrix_init(inner), (inner, width))
-        # Gate and up in one product, which reads x once. Of [B, T, D] a TPU pads each T to a
-        # multiple of 8.
+        # One product reads x once. Of [B, T, D] a TPU pads each T to a multiple of 8.
         rows = x.reshape(-1, width)
         both = contract("rd,dcf->rcf", rows, gate_up)
         if cfg.mlp_bias:

@@ -10,8 +10,7 @@ compiler splits them by the placement of their arguments. A run does, in this or
     state = jax.jit(init, out_shardings=shardings)(...)
 
 To compile without devices, `with_shardings` adds the same placements to shapes; an `AbstractMesh`
-(`make_abstract_mesh`) is enough for it. `param_layouts.py` decides by its name how a parameter is
-split.
+(`make_abstract_mesh`) is enough for it. `param_layouts.py` decides how a parameter is split.
 """
 
 from __future__ import annotations
@@ -54,10 +53,11 @@ def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
         so they lie where those do; scalars are replicated.
     Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
     """
-    return jax.tree.map_with_path(
-        lambda path, leaf: NamedSharding(mesh, param_spec(leaf_path(path), leaf.shape, mesh)),
-        params,
-    )
+
+    def place(path: tuple, leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, param_spec(leaf_path(path), leaf.shape, mesh))
+
+    return jax.tree.map_with_path(place, params)
 
 
 def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
@@ -129,8 +129,7 @@ def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
 def parts_of_rows(batch: PyTree, count: int, mesh: AnyMesh | None) -> PyTree:
     """Split the rows of a batch in parts, for use within a compiled step: [count, B / count, ...].
 
-    Part k has every count-th row from k on, so that each device's rows go evenly to all parts and
-    none of them moves.
+    Part k has every count-th row from k on, so each device's rows go evenly to all parts.
     """
 
     def split(leaf: Array) -> Array:
@@ -218,8 +217,7 @@ def by_rows(x: Array) -> Array:
 def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
     """Apply a function of rows to each device's rows on the mesh in use.
 
-    For writes to computed positions: the compiler does not see that a row writes to itself, and
-    would send all positions to all devices.
+    For writes to computed positions, which the compiler would send to all devices.
     """
     mesh = _mesh_in_use()
     # Rows that cannot be split, as the single row of a prefill, lie whole on every device.
@@ -269,8 +267,7 @@ def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyT
     """Apply a function to each device's rows and heads on the mesh in use.
 
     arrays: as in a decode state; results lie as the first of them.
-    For a kernel, which the compiler cannot split, and for rows written to a cache, which it would
-    send to all devices.
+    For kernels, which the compiler cannot split, and rows of a cache, which it would send around.
     """
     mesh = _mesh_in_use()
     if mesh is None or mesh.size == 1:
@@ -293,11 +290,11 @@ def _mesh_in_use() -> AnyMesh | None:
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Return ShapeDtypeStructs with the placement of their arrays."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        shardings,
-    )
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, shapes, shardings)
 
 
 def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
@@ -316,9 +313,7 @@ def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
         with ThreadPoolExecutor(len(distinct)) as pool:
             parts = pool.map(lambda index: np.asarray(leaf[index], dtype), distinct.values())
             read = dict(zip(distinct, parts, strict=True))
-        return jax.make_array_from_callback(
-            leaf.shape, sharding, lambda index: read[_bounds(index)]
-        )
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda i: read[_bounds(i)])
 
     return place
 
@@ -339,8 +334,7 @@ def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
 def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
     """Return the bytes of a base's weights that fsdp has gathered on a device at one time.
 
-    Its matrices over the vocabulary, which stay for the whole step, and two layers: one at work
-    and the next on its way.
+    Its matrices over the vocabulary for the whole step, one layer at work, and the next one.
     """
     # Nothing is split over fsdp, so nothing is gathered.
     if mesh.shape["fsdp"] == 1:

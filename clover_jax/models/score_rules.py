@@ -1,8 +1,7 @@
 """Rules for attention scores in addition to rotation and mask.
 
 A sliding window hides what lies too far back; ALiBi lowers a score by a slope times the distance; a
-soft cap keeps scores within bounds. Most models have none of these, and their
-programs no trace of them.
+soft cap keeps scores within bounds. Most models have none of these, nor a trace of them.
 """
 
 from __future__ import annotations
@@ -38,19 +37,14 @@ class ScoreRules:
 
     @classmethod
     def of(
-        cls,
-        config: LayerConfig,
-        positions: Int[Array, "B T"],
-        sinks: Float[Array, "K G"] | None = None,
+        cls, cfg: LayerConfig, positions: Int[Array, "B T"], sinks: Array | None = None
     ) -> ScoreRules | None:
         """Return the rules of a layer; None where it has none."""
         slopes = None
-        if config.alibi:
+        if cfg.alibi:
             # By key head and the query heads that share it, as scores have them.
-            slopes = alibi_slopes(config.num_heads).reshape(config.num_kv_heads, -1)
-        rules = cls(
-            positions, config.sliding_window, slopes, config.score_scale, config.score_cap, sinks
-        )
+            slopes = alibi_slopes(cfg.num_heads).reshape(cfg.num_kv_heads, -1)
+        rules = cls(positions, cfg.sliding_window, slopes, cfg.score_scale, cfg.score_cap, sinks)
         return None if rules._is_empty else rules
 
     def within(self, span: int) -> ScoreRules | None:

@@ -28,8 +28,7 @@ def top_k(logits: Float[Array, "*b V"], k: int) -> TopK:
     """Return the k largest logits: of each chunk first, then of the chunks' candidates.
 
     Chunks are contiguous and lax.top_k prefers the lower index, so ties come out as from one
-    lax.top_k over the whole axis. On a mesh each shard of the vocabulary finds its own k, and only
-    these are gathered.
+    lax.top_k over the whole axis. On a mesh only the k of each shard are gathered.
     """
     return _over_shards(functools.partial(_top_k, k=k), logits, k)
 
@@ -41,8 +40,7 @@ def _over_shards(find: Callable[[Array], TopK], logits: Float[Array, "*b V"], k:
     [B, W, V], and GPUs have a kernel for rank 2 only, else they sort.
     """
     rows = logits.reshape(-1, logits.shape[-1])
-    # Small axes are not a vocabulary, and every shard must have k entries. A vocabulary that
-    # lies whole on every device needs no merging.
+    # Small axes are not a vocabulary, and every shard must have k entries.
     spec = logits_spec(logits.shape, least=max(CHUNK, k * CHUNK // 16))
     if spec is None:
         found = find(rows)
@@ -59,10 +57,8 @@ def _over_shards(find: Callable[[Array], TopK], logits: Float[Array, "*b V"], k:
             best, where = jax.lax.top_k(values.reshape(len(values), -1), k)
             return TopK(best, jnp.take_along_axis(ids.reshape(len(ids), -1), where, axis=1))
 
-        over_mesh = jax.shard_map(
-            on_shard, in_specs=split, out_specs=PartitionSpec(split[0]), check_vma=False
-        )
-        found = over_mesh(rows)
+        out = PartitionSpec(split[0])
+        found = jax.shard_map(on_shard, in_specs=split, out_specs=out, check_vma=False)(rows)
     return TopK(*(x.reshape(*logits.shape[:-1], k) for x in found))
 
 
@@ -115,9 +111,6 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
 
 def _largest(rows: Float[Array, "R V"]) -> TopK:
     largest = rows.max(axis=1, keepdims=True)
-    ids = jax.lax.platform_dependent(
-        rows,
-        cpu=lambda x: _top_k(x, 1).ids[:, 0],
-        default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
-    )
-    return TopK(largest, ids[:, None])
+    ways = {"cpu": lambda x: _top_k(x, 1).ids[:, 0]}
+    ways["default"] = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)
+    return TopK(largest, jax.lax.platform_dependent(rows, **ways)[:, None])

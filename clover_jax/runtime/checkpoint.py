@@ -65,21 +65,15 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def latest_step(self) -> int | None:
-        """Return the newest saved step, or None."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, batches: grain.DatasetIterator) -> None:
         """Save a state and the position of the data after `step`; a saved step is left alone."""
         with disk_errors(self._refusal):
-            self._manager.save(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(state),
-                    # Grain's own handler writes a file for each process, from which another number
-                    # of processes could not resume.
-                    data=ocp.args.JsonSave(batches.get_state()),
-                ),
-            )
+            # Grain's own handler would tie the checkpoint to the number of processes.
+            data = ocp.args.JsonSave(batches.get_state())
+            parts = ocp.args.Composite(state=ocp.args.StandardSave(state), data=data)
+            self._manager.save(step, args=parts)
 
     def wait(self) -> None:
         """Wait until the last save is on disk; raises UserError where the disk refused it."""
@@ -145,13 +139,8 @@ class Checkpoints:
     def _restore_step(self, step: int, like: PyTree, batches: grain.DatasetIterator) -> PyTree:
         # Shapes and shardings determine the place of each leaf; no array of `like` is copied.
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract),
-                data=ocp.args.JsonRestore(),
-            ),
-        )
+        parts = {"state": ocp.args.StandardRestore(abstract), "data": ocp.args.JsonRestore()}
+        restored = self._manager.restore(step, args=ocp.args.Composite(**parts))
         batches.set_state(restored.data)
         return restored.state
 

@@ -47,8 +47,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     """Yield an empty temporary folder next to `path`; on success it replaces `path`.
 
-    One process at a time may write to `path`: the temporary name is fixed, so the next run removes
-    what a killed one left.
+    One process at a time may write to `path`; the next run removes what a killed one left.
     """
     path = Path(path)
     with scratch_directory(path) as unfinished, naming(path):
@@ -77,8 +76,7 @@ def put_in_place(new: Path, path: Path) -> None:
     """Move a complete file or folder to `path`, then delete what was there before."""
     replaced = path.with_name(f".{path.name}.replaced")
     _remove(replaced)
-    # A folder cannot be renamed over another one. The old one moves away first, so that a failure
-    # between the two renames loses nothing.
+    # A folder cannot be renamed over another one; moved away, the old one is not lost.
     if os.path.lexists(path):
         os.rename(path, replaced)
     os.rename(new, path)
@@ -149,9 +147,7 @@ def lock(file: IO) -> bool:
     return True
 
 
-def check_replaceable(
-    path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
-) -> None:
+def check_replaceable(path: Path, overwrite: bool, what: str, is_one: Callable) -> None:
     """Raise UserError if a folder exists and is not to be replaced: not asked, or not a `what`."""
     if not os.path.lexists(path):
         return

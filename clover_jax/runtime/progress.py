@@ -30,7 +30,6 @@ class Progress:
             self._bar = tqdm(total=total, desc=desc, unit=f" {unit}", **options)
 
     def update(self, amount: int = 1) -> None:
-        """Count `amount` more units as finished."""
         self._done += amount
         bar, starts_now = self._bar, self._starts_at_first and amount > 0
         if starts_now:
@@ -53,7 +52,6 @@ class Progress:
             self._bar.set_postfix_str(figures, refresh=False)
 
     def write(self, line: str) -> None:
-        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.write(line, file=self._file)
         else:

@@ -51,7 +51,5 @@ def git_revision() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    finished = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
-    )
-    return finished.stdout.strip()
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,8 +1,7 @@
 """A file of output rows that a stopped run can resume.
 
 `OUTPUT` has one row a line, in input order, each flushed when written; a torn last line is dropped.
-`OUTPUT.manifest.json` has the settings and the prompts of the rows, so that the same command
-resumes and any other is refused.
+`OUTPUT.manifest.json` has the settings and prompts of the rows: only the same command resumes.
 """
 
 import json
@@ -69,8 +68,7 @@ class RowWriter(RowSink):
 
         settings: everything that the rows depend on, as JSON values.
         overwrite: start again; the old rows stay until the first new row replaces them.
-        Raises UserError if `path` holds rows of other settings or prompts, has no manifest, or is
-        being written by another process.
+        Raises UserError if `path` has other settings or prompts, no manifest, or another writer.
         """
         super().__init__()
         self.path = Path(path)
@@ -101,7 +99,6 @@ class RowWriter(RowSink):
             raise
 
     def kept(self) -> Iterable[dict[str, Any]]:
-        """Return the rows of earlier runs that this one resumes."""
         # With `overwrite` the old rows stay until the first new row, and are not kept.
         return () if self._replaces else read_rows(self.path)
 

@@ -82,12 +82,8 @@ class Answering(Response):
         """Yield the updates of every ask; at the end, also after an error, all slots are freed."""
         async with contextlib.AsyncExitStack() as stack:
             # All asks are queued before one is followed; where one is refused, all are withdrawn.
-            yield [
-                await stack.enter_async_context(
-                    contextlib.aclosing(await self._scheduler.submit(ask))
-                )
-                for ask in self._call.asks
-            ]
+            enter, submit = stack.enter_async_context, self._scheduler.submit
+            yield [await enter(contextlib.aclosing(await submit(ask))) for ask in self._call.asks]
 
     async def _follow_all(
         self, updates: Sequence[AsyncIterator[TurnProgress]], take: Take | None = None

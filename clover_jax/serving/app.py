@@ -164,10 +164,8 @@ async def _tokenize(request: Request) -> Response:
         special = asked.add_special_tokens is not False
         ids = await asyncio.to_thread(ready.texts.encode, asked.prompt or "", special)
     names = [ready.texts.written(id_) for id_ in ids] if asked.return_token_strs else None
-    length = ready.served.max_model_len
-    return JSONResponse(
-        {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
-    )
+    counts = {"count": len(ids), "max_model_len": ready.served.max_model_len}
+    return JSONResponse(counts | {"tokens": ids, "token_strs": names})
 
 
 async def _detokenize(request: Request) -> Response:

@@ -60,9 +60,7 @@ class ApiError(Exception):
         }
 
 
-async def read_object(
-    request: Request, max_bytes: int, seconds: float = BODY_SECONDS
-) -> dict[str, Any]:
+async def read_object(request: Request, max_bytes: int, seconds: float = BODY_SECONDS) -> dict:
     """Return the JSON object that a request brings.
 
     Raises ApiError for a body that is late, too long, or no such object.
@@ -113,8 +111,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             length += len(part)
             if length <= max_bytes:
                 body += part
-            # Many clients read no answer before they have sent all: what is a little too long is
-            # let through, to nowhere.
+            # Many clients read no answer before they have sent all, so more is read and dropped.
             elif length > _PATIENCE * max_bytes:
                 break
     except ClientDisconnect:

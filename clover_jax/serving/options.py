@@ -31,10 +31,7 @@ class ServeSpec(ModelSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """The flags of `serve` beside those of `ServeSpec`.
-
-    seed: for requests without one.
-    """
+    """The flags of `serve` in addition to those of `ServeSpec`; seed: of requests without one."""
 
     spec: ModelSpec
     seed: int = 0

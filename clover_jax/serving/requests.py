@@ -49,8 +49,7 @@ class Served(NamedTuple):
 class Ask:
     """One choice of one API request: what takes one slot.
 
-    A body becomes a Call, which has an Ask for each choice; the scheduler puts each
-    into a slot as a Request of the engine.
+    A body becomes a Call with an Ask for each choice, which the engine gets as a Request.
 
     client: the queue is round-robin over clients.
     choice: number of the choice of `n`; each has its own random key.

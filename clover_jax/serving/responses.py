@@ -69,9 +69,7 @@ class Answers(abc.ABC):
             choices.append(_choice(index, message, logprobs, self._finish(progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
 
-    def next(
-        self, index: int, progress: TurnProgress, compile_seconds: float = 0.0
-    ) -> list[dict[str, Any]]:
+    def next(self, index: int, progress: TurnProgress, compile_seconds: float = 0.0) -> list[dict]:
         """Return the chunks of what is new of a choice, its beginning and its end included.
 
         compile_seconds: how long the request has waited for compilation.

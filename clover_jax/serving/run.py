@@ -267,8 +267,7 @@ def _advice_on_memory(options: ServeOptions) -> contextlib.AbstractContextManage
 def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
     """Return what the page shows beside the server's own draft, each with one slot.
 
-    Few look at that: programs and caches are made when somebody does. Several processes run one
-    engine only.
+    Programs and caches are made when somebody looks. Several processes run one engine only.
     """
     if not options.page or models.draft is None or process_count() > 1:
         return {}

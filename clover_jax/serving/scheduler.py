@@ -2,8 +2,7 @@
 
 The event loop reads requests and writes answers; other threads tokenize. The engine's thread only
 calls the device: it moves requests from the queue into slots and hands their tokens back. Of
-several processes only the primary has a queue; before each iteration it tells the others
-what to do.
+several processes only the primary has a queue; it tells the others what to do next.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ class _Iteration(NamedTuple):
     """What all processes do next.
 
     freed: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
-    read. num_steps: most steps to decode. compiles: whether it is nobody's request, which only
-    compiles programs.
+    read. num_steps: most steps to decode. compiles: whether it only compiles programs.
     """
 
     freed: list[int]
@@ -133,9 +131,8 @@ class Scheduler:
         # A shorter context is the same base: positions beyond it are never reached.
         self.context = options.model_len(models.base.config.max_position_embeddings)
         config = dataclasses.replace(models.base.config, max_position_embeddings=self.context)
-        self._models = dataclasses.replace(
-            models, base=dataclasses.replace(models.base, config=config)
-        )
+        base = dataclasses.replace(models.base, config=config)
+        self._models = dataclasses.replace(models, base=base)
         # Each text to copy from begins with a padding token: --copy_from's and a prediction.
         room = self.context + len(models.copy_from) + 2 if models.copies else 0
         # Rules that suit any row; each chunk runs by the cheapest that its rows allow (`adapts`).
@@ -351,8 +348,7 @@ class Scheduler:
                 self._running.pop(slot, None)
                 slots.remove(slot)
             joined = [slots.add(request) for request in iteration.joined]
-            # In the other processes `_joining` is empty, so `_running` stays empty too; a request
-            # that only compiles is nobody's.
+            # In the other processes, and for a request that only compiles, `_joining` is empty.
             self._running.update(zip(joined, self._joining, strict=False))
             self._joining = []
 

@@ -22,7 +22,7 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 64
 
 # Fields that are not done here, by the values of theirs that ask for nothing (as null does).
-_BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
+_NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     ((), "audio chat_template prompt_embeds truncate_prompt_tokens web_search_options"),
     (([],), "allowed_token_ids bad_words documents functions guided_choice logits_processors"),
     (([],), "tools"),
@@ -38,9 +38,7 @@ _BY_NEUTRAL_VALUES: list[tuple[tuple[Any, ...], str]] = [
     (({"type": "text"},), "response_format"),
 ]
 # In alphabetical order, in which they are refused.
-_NOT_DONE = dict(
-    sorted((name, neutral) for neutral, names in _BY_NEUTRAL_VALUES for name in names.split())
-)
+_NOT_DONE = dict(sorted((name, neutral) for neutral, names in _NEUTRAL for name in names.split()))
 _HARMLESS = {
     *("cache_salt", "include_reasoning", "metadata", "parallel_tool_calls", "priority"),
     *("prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
@@ -240,9 +238,7 @@ def validated(kind: type[S], body: Mapping[str, Any]) -> S:
         raise _refusal(error) from None
 
 
-def _refuse_not_done(
-    values: Mapping[str, Any], not_done: Mapping[str, tuple[Any, ...]], within: str
-) -> None:
+def _refuse_not_done(values: Mapping, not_done: Mapping[str, tuple[Any, ...]], within: str) -> None:
     for name, harmless in not_done.items():
         value = values.get(name)
         # Null and a neutral value ask for nothing, and clients often send them.

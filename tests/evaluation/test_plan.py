@@ -134,7 +134,7 @@ HERE = {"mesh": None, "hardware": {"device": "cpu", "num_devices": 1}}
 
 def timed(method="a", repeat=0, tokens=100, seconds=2.0, task="qa", session=0):
     key = PassKey(4, task, repeat, method)
-    return TimedPass(key, 10, tokens, seconds, 0.0, [], session, HERE, None)
+    return TimedPass(*key, 10, tokens, seconds, 0.0, [], session, HERE, None)
 
 
 def test_throughput_is_all_tokens_over_all_seconds():

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import clover_jax
+from clover_jax.cli.command import use_compilation_cache
 from clover_jax.errors import UserError
 from clover_jax.runtime.checkpoint import Checkpoints
-from clover_jax.runtime.compilation_cache import use_compilation_cache
 from clover_jax.runtime.provenance import git_revision
 from tests.conftest import PYTHON, run_program
 
@@ -30,7 +30,7 @@ def test_programs_lie_under_the_users_cache_folder_unless_jax_was_told_another()
 
 def test_a_second_process_finds_the_first_ones_programs(tmp_path):
     source = (
-        "from clover_jax.runtime.compilation_cache import use_compilation_cache\n"
+        "from clover_jax.cli.command import use_compilation_cache\n"
         "use_compilation_cache()\n"
         "import jax, jax.numpy as jnp\n"
         "hits = []\n"
