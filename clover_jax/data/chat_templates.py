@@ -175,7 +175,7 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def _keys_in(row: Conversation | Prompt) -> Iterator[str]:
-    """Yield the keys of a row that a template may read, beside role and content."""
+    """Yield the keys of a row that a template may read, other than role and content."""
     yield from row.variables
     turns = (turn for turn in getattr(row, "turns", None) or () if not isinstance(turn, str))
     for message in (*(row.messages or ()), *itertools.chain.from_iterable(turns)):

@@ -280,7 +280,7 @@ def _calls(value: Any, place: str) -> Any:
 
 
 def read_variables(row: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """Return what a row has for the chat template besides messages: tools, documents, ...
+    """Return what a row has for the chat template in addition to messages: tools, documents, ...
 
     Raises UserError that begins with `source`, "a.jsonl:3: " for example.
     """

@@ -165,6 +165,8 @@ def _start(options: ServeOptions) -> Ready:
         }
     for other in others.values():
         other.start()
+
+    # A template without a place for tools would leave them out in silence.
     tokenizer = models.tokenizer
     reads_tools = tokenizer is not None and "tools" in words_of(tokenizer)
     served = Served(options.model_name, scheduler.context, options.max_waiting, reads_tools)
