@@ -80,11 +80,12 @@ def _check_regular(directory: Path) -> None:
 
 
 def found_below(directory: Path, names: Sequence[str]) -> str:
-    """Return "; DIR/NAME has them: pass that folder" where files lie one to three folders below.
+    """Return "; one lies in DIR: pass that folder" where a file lies below, else "".
 
-    So they do in a cache of the hub and in what a trainer leaves; "" where they do not.
+    So it does in what a trainer leaves, in a model's folder of the hub's cache, and in the cache.
     """
-    patterns = [f"{'*/' * depth}{name}" for depth in (1, 2, 3) for name in names]
+    places = ("*", "*/*", "models--*/snapshots/*")
+    patterns = [f"{place}/{name}" for place in places for name in names]
     found = (path.parent for pattern in patterns for path in sorted(directory.glob(pattern)))
     folders = list(dict.fromkeys(itertools.islice(found, 3)))
     if not folders:

@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from clover_jax.checkpoints.loading import load_base, read_checkpoint
 from clover_jax.checkpoints.stored_head import load_draft
+from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.errors import UserError
 from tests.checkpoints.test_loading import split_in_shards
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
@@ -122,6 +123,15 @@ def test_an_output_matrix_that_differs_from_the_embedding_is_read(folder, refere
     assert "lm_head.weight differs from the embedding, to which config" in capsys.readouterr().err
 
 
+def test_the_text_of_a_model_for_images_has_names_of_two_versions(tmp_path, capsys):
+    for name in ("model.language_model.norm.weight", "language_model.model.norm.weight"):
+        save_file({name: np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+        files = TensorFiles(tmp_path)
+        files.check({"language_model.model.norm.weight": (3,)}, harmless=lambda name: False)
+        files.read("language_model.model.norm.weight")
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "name", ["x.safetensors", "model.safetensors", "config.json", "tokenizer.json"]
 )
@@ -133,7 +143,7 @@ def test_a_pipe_is_refused_and_nothing_waits_for_it(folder, name):
             load(str(folder))
 
 
-@pytest.mark.parametrize("below", ["snapshots/abc", "checkpoint-500", "a/b/c"])
+@pytest.mark.parametrize("below", ["snapshots/abc", "checkpoint-500", "models--o--n/snapshots/abc"])
 def test_a_folder_with_the_model_below_says_where_it_is(folder, tmp_path, below):
     outer = tmp_path / "models--owner--name"
     (outer / below).parent.mkdir(parents=True)

@@ -89,7 +89,7 @@ def test_refusals_are_the_client_s_own_errors(server, ask):
     with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
         ask.completions.create(prompt=AREA, model="gpt-4")
     assert refused.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+    with pytest.raises(openai.BadRequestError, match="tools: .* no place for them") as refused:
         ask.chat.completions.create(
             messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}], **GREEDY
         )
@@ -125,5 +125,5 @@ def test_langchain_invokes_streams_and_batches(server, alone):
     assert (
         sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 24
     )
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools: .* no place for them"):
         chat.bind_tools([{"type": "function", "function": {"name": "f"}}]).invoke(messages)
