@@ -37,7 +37,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash
     own = _own_fields(values, path)
     # The head's layers have no window, so one would be silently ignored.
     layer_types = values.get("layer_types") or []
-    if set(layer_types) - {"full_attention"}:
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
     llama = parse_qwen3_config(values, path)
     if any(llama.layer_at(index).sliding_window for index in range(llama.num_layers)):

@@ -117,7 +117,7 @@ def parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3
     layer = read_eagle_layer(values, path)
     # The size is checked first: the tensors' shapes are compared with it.
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
-    if not isinstance(size, int) or not 1 <= size <= vocab_size:
+    if type(size) is not int or not 1 <= size <= vocab_size:
         raise UserError(
             f"{path}: draft_vocab_size must be a whole number from 1 to vocab_size, not {size!r}"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,11 @@ class Mxfp4Files(TensorFiles):
             self.shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
             self._places[name] = self._places[name + BLOCKS]
             self._packed.add(name)
+
+    def _rename(self, rename: Callable[[str], str]) -> str | None:
+        # Called by the constructor too, before anything is packed.
+        self._packed = set(map(rename, getattr(self, "_packed", ())))
+        return super()._rename(rename)
 
     def read(
         self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE

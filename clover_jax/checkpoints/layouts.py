@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from clover_jax.checkpoints import clover2, dflash2, eagle, medusa
+from clover_jax.checkpoints.config_json import read_config
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.errors import UserError
-from clover_jax.runtime.files import read_json_object
 
 NATIVE = "orbax"  # our own draft directories, which are not in the table
 LAYOUTS: dict[str, Layout] = {
@@ -49,7 +49,7 @@ def layout_for(to: str, kind: str) -> Layout:
 def recognise(directory: Path) -> Layout:
     """Return the layout of a folder of draft weights; raises UserError describing any other."""
     # Some layouts are named in config.json.
-    values = read_json_object(directory / "config.json")
+    values = read_config(directory / "config.json")
     if "clover" in values:
         return clover2.LAYOUT
     if dflash2.FIELDS in values:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from clover_jax.checkpoints.config_json import MOST
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 
@@ -36,7 +38,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if values.get(name) is not None:
             check_count(values, name, path)
-    activation = values.get("hidden_act", "silu")
+    activation = values.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise UserError(
             f"{path}: hidden_act {activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
@@ -93,10 +95,11 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
 def check_count(values: dict[str, Any], name: str, path: Path, most: int | None = None) -> None:
     """Raise UserError for a field that is not a positive whole number, or more than `most`."""
     count = values.get(name)
-    if not isinstance(count, int) or count < 1:
+    # JSON's true is an int in Python.
+    if type(count) is not int or count < 1:
         raise UserError(f"{path}: {name} must be a positive whole number, not {count!r}")
-    if most is not None and count > most:
-        raise UserError(f"{path}: {name} is {count}; at most {most} are possible")
+    if count > (MOST if most is None else most):
+        raise UserError(f"{path}: {name} is {count!r:.20}; at most {most or MOST} are possible")
 
 
 def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
@@ -133,16 +136,20 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
             )
     scaling: dict[str, Any] = {name: float(fields[name]) for name in _ROPE_FIELDS[kind]}
     if kind != "linear":
-        scaling[ORIGINAL] = _original_length(fields, values)
+        scaling[ORIGINAL] = _original_length(fields, values, path)
     if kind == "yarn":
         scaling |= _yarn(fields, path)
     return RopeConfig(theta=theta, share=share, kind=kind, **scaling)
 
 
-def _original_length(fields: dict[str, Any], values: dict[str, Any]) -> int:
+def _original_length(fields: dict[str, Any], values: dict[str, Any], path: Path) -> int:
     # Phi has it outside, which then counts; without it the context's length is taken.
     length = values.get(ORIGINAL) or fields.get(ORIGINAL)
-    return length or values.get("max_position_embeddings") or 2048
+    length = length or values.get("max_position_embeddings") or 2048
+    # Its logarithm divides.
+    if length < 2:
+        raise UserError(f"{path}: {ORIGINAL} must be 2 tokens or more, not {length}")
+    return length
 
 
 def _yarn(fields: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -168,7 +175,7 @@ def _longrope(fields: dict[str, Any], values: dict[str, Any], path: Path) -> dic
         raise UserError(f"{path}: short_factor must be a list of positive numbers, not {short!r}")
 
     # How much longer texts may be decides how much attention is sharpened in all of them.
-    original = _original_length(fields, values)
+    original = _original_length(fields, values, path)
     longer = (values.get("max_position_embeddings") or 2048) / original
     factor = positive(fields, "factor", longer, path)
     attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -212,7 +219,9 @@ def read_full_layers(values: dict[str, Any], default: Iterable[int], path: Path)
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    # A comparison, since `math.isfinite` fails on huge integers; it is false for NaN.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value <= sys.float_info.max
 
 
 def eos_ids(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
@@ -221,7 +230,7 @@ def eos_ids(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
     if ids is None:
         return None
     listed = ids if isinstance(ids, list) else [ids]
-    if not all(isinstance(each, int) for each in listed):
+    if not all(type(each) is int for each in listed):
         raise UserError(
             f"{path}: eos_token_id must be a whole number or a list of them, not {ids!r}"
         )

@@ -345,5 +345,5 @@ GEMMA3_MULTIMODAL = Family(
     functools.partial(base_leaves, prefix="language_model."),
     adjust_gemma,
     # The parts for images, and a second copy of the tied embedding.
-    r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
+    r"(model\.)?(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
 )

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 
 from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.config_json import read_config
 from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
 from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
 from clover_jax.checkpoints.llama_kin import (
@@ -38,16 +39,16 @@ from clover_jax.checkpoints.llama_kin import (
 )
 from clover_jax.checkpoints.llama_tensors import Family
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
-from clover_jax.checkpoints.sources import find_directory
+from clover_jax.checkpoints.sources import find_directory, found_below
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.checkpoints.tensor_map import Leaf, StoredLeaf, stored_shapes
 from clover_jax.config import BaseConfig
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from clover_jax.runtime.distributed import is_primary
-from clover_jax.runtime.files import read_json_object
-from clover_jax.runtime.progress import progress_bar
+from clover_jax.runtime.progress import progress_bar, say
 
+_COMPARED_ROWS = 4096
 _SHOWN_FROM = 10**9  # bytes of a base from which on loading shows its progress
 
 
@@ -69,7 +70,7 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
     place = place or place_as(dtype)
     # Both checks come before any tensor is read, which may take minutes.
     _check_tokenizer(directory, checkpoint.config.vocab_size)
-    files = _open_files(directory, checkpoint)
+    checkpoint, files = _open_files(directory, checkpoint)
 
     def stored(leaf: Leaf) -> StoredLeaf:
         names = [piece.name for piece in leaf.pieces]
@@ -117,7 +118,7 @@ def open_base(source: str) -> BaseModel:
         return random_base(source, FLOAT32, None)
     directory = find_directory(source)
     checkpoint = read_checkpoint(directory)
-    files = _open_files(directory, checkpoint)
+    checkpoint, files = _open_files(directory, checkpoint)
 
     params = base_shapes(checkpoint.config)
     for leaf in checkpoint.leaves:
@@ -130,7 +131,8 @@ def open_base(source: str) -> BaseModel:
     return BaseModel(checkpoint.config, params, directory, source)
 
 
-def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
+def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, TensorFiles]:
+    """Return the checked files of a checkpoint, which the files may correct."""
     files = checkpoint.family.files(directory)
     # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
     # config; some store the output matrix a second time although it is tied to the embedding.
@@ -140,7 +142,30 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
         stored_shapes(checkpoint.leaves),
         harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless),
     )
-    return files
+    return _as_stored(directory, checkpoint, files), files
+
+
+def _as_stored(directory: Path, checkpoint: Checkpoint, files: TensorFiles) -> Checkpoint:
+    """Return a checkpoint with the output matrix that is stored, even where its config ties it."""
+    if not checkpoint.config.tie_word_embeddings:
+        return checkpoint
+    config = dataclasses.replace(checkpoint.config, tie_word_embeddings=False)
+    leaves = checkpoint.family.leaves(config)
+    names = {leaf.path: leaf.pieces[0].name for leaf in leaves}
+    matrix, embedding = names["lm_head",], names["embedding",]
+    if matrix not in files.shapes:
+        return checkpoint
+    # Some rows at a time, as bits: both may be large.
+    stored, tied = files.view(matrix), files.view(embedding)
+    starts = range(0, len(tied), _COMPARED_ROWS)
+    parts = (slice(start, start + _COMPARED_ROWS) for start in starts)
+    if stored.shape == tied.shape and all(np.array_equal(stored[p], tied[p]) for p in parts):
+        return checkpoint
+    say(
+        f"{directory}: {matrix} differs from the embedding, to which config.json ties it; it is "
+        "read, as transformers does"
+    )
+    return checkpoint._replace(config=config, leaves=leaves)
 
 
 def describe_base(source: str) -> BaseModel:
@@ -226,15 +251,18 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """Read config.json and generation_config.json; raises UserError for what cannot be decoded."""
     path = directory / "config.json"
     if not path.is_file():
-        raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
+        below = found_below(directory, ("config.json",))
+        raise UserError(
+            f"{directory} has no config.json{below or '; it is not a Hugging Face model folder'}"
+        )
 
-    values = read_json_object(path)
+    values = read_config(path)
     family = ARCHITECTURES[architecture_of(values, path)]
     config = family.parse(values, path)
     # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
     # one id, and this the end of a turn too.
     newer = directory / "generation_config.json"
-    ids = eos_ids(read_json_object(newer), newer) if newer.is_file() else None
+    ids = eos_ids(read_config(newer), newer) if newer.is_file() else None
     if ids is not None:
         config = dataclasses.replace(config, eos_token_ids=ids)
     # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.

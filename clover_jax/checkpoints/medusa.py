@@ -14,10 +14,12 @@ from typing import Any
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.layout import Layout, refuse_draft_vocabulary
 from clover_jax.checkpoints.llama_config import MOST_LAYERS, check_count
+from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, whole
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.medusa import MedusaConfig, make_config
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 
 def parse_vllm(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaConfig:
@@ -98,11 +100,31 @@ def _leaves(config: MedusaConfig, block: str, matrix: str) -> list[Leaf]:
     ]
 
 
+def parse_original(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaConfig:
+    """Turn the original's fields into ours; the file says how many heads there are.
+
+    The published heads of Vicuna name 2 in their config and hold 5, which their own program loads.
+    """
+    heads, layers = "medusa_num_heads", "medusa_num_layers"
+    config = _config(values, path, base, heads, layers)
+    names, stored = TensorFiles(path.parent).shapes, 0
+    while f"{stored}.0.linear.weight" in names:
+        stored += 1
+    # A head that the file lacks is named when its tensors are checked.
+    if stored <= config.num_positions:
+        return config
+    say(
+        f"{path}: {heads} is {config.num_positions}, and the file holds {stored} heads; all of "
+        "them are read"
+    )
+    return _config(values | {heads: stored}, path, base, heads, layers)
+
+
 ORIGINAL = Layout(
     name="medusa",
     to="medusa",
     kind="medusa",
-    parse_config=functools.partial(_config, heads="medusa_num_heads", layers="medusa_num_layers"),
+    parse_config=parse_original,
     leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
     config_fields=lambda config, base: {
         "medusa_num_heads": config.num_positions,

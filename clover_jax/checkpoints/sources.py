@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
+import itertools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from clover_jax.errors import UserError, reason_of
@@ -53,6 +55,7 @@ def find_directory(source: str) -> Path:
     # A folder wins: its name never reaches the network.
     path = Path(source).expanduser()
     if path.is_dir():
+        _check_regular(path)
         return path
     if path.exists():
         raise UserError(f"{source} is a file; pass the folder that holds config.json")
@@ -67,6 +70,27 @@ def find_directory(source: str) -> Path:
         f"{source!r} is neither a folder{_close_names(path)}, nor a hub id like owner/name, nor "
         "builtin:tiny"
     )
+
+
+def _check_regular(directory: Path) -> None:
+    """Raise UserError for a folder with a pipe or the like, whose reader would wait for ever."""
+    for path in directory.iterdir():
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is neither a file nor a folder; move it elsewhere")
+
+
+def found_below(directory: Path, names: Sequence[str]) -> str:
+    """Return "; one lies in DIR: pass that folder" where a file lies below, else "".
+
+    So it does in what a trainer leaves, in a model's folder of the hub's cache, and in the cache.
+    """
+    places = ("*", "*/*", "models--*/snapshots/*")
+    patterns = [f"{place}/{name}" for place in places for name in names]
+    found = (path.parent for pattern in patterns for path in sorted(directory.glob(pattern)))
+    folders = list(dict.fromkeys(itertools.islice(found, 3)))
+    if not folders:
+        return ""
+    return f"; one lies in {', '.join(map(str, folders))}: pass that folder"
 
 
 def _close_names(path: Path) -> str:

@@ -29,17 +29,18 @@ from clover_jax.checkpoints.card import (
     read_card,
     read_leaf,
 )
+from clover_jax.checkpoints.config_json import read_config
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.layouts import NATIVE, recognise
 from clover_jax.checkpoints.loading import place_as
-from clover_jax.checkpoints.sources import find_directory
+from clover_jax.checkpoints.sources import find_directory, found_below
 from clover_jax.checkpoints.tensor_files import TensorFiles, check_finite
 from clover_jax.checkpoints.tensor_map import fuse, stored_shapes
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError, reason_of
 from clover_jax.models.int8 import Int8Matrix, widen
-from clover_jax.runtime.files import atomic_directory, read_json_object
+from clover_jax.runtime.files import atomic_directory
 
 _CHECKED_ROWS = 4096  # rows of a copy of a base's matrix that are compared at a time
 _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
@@ -92,7 +93,7 @@ def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | Non
             raise UserError(
                 f"{directory} is not a draft: it has neither {CARD} (a draft directory), nor "
                 f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (third-party "
-                "layouts)"
+                f"layouts){found_below(directory, (CARD, 'config.json'))}"
             )
         return directory, recognise(directory)
 
@@ -123,7 +124,7 @@ def open_head(
 
     # The config determines which tensors to expect, with the vocabulary as it is stored.
     path = directory / "config.json"
-    stored = layout.parse_config(read_json_object(path), path, base.config)
+    stored = layout.parse_config(read_config(path), path, base.config)
     # Some heads were trained with another rotary base than the one in their config.
     if rope_theta:
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)

@@ -6,17 +6,20 @@ import functools
 import importlib.util
 import json
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from clover_jax.checkpoints.sources import found_below
 from clover_jax.errors import UserError, reason_of
 from clover_jax.runtime.files import read_json_object
+from clover_jax.runtime.progress import say
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +35,18 @@ READABLE = {
 _TORCH_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TORCH_TYPES |= {"int64": "I64", "bool": "BOOL"}
 Rows = Callable[[slice], np.ndarray]  # reads rows of a stored tensor
+# Modules that wrap a model, in the names of its state dict: torch's DataParallel, its compiler and
+# FSDP.
+_WRAPPERS = re.compile(r"^(module\.)+|(?<![^.])(_orig_mod|_fsdp_wrapped_module)\.")
+# Names of the text's part of a model that also reads images, in transformers' versions.
+_PARTS = (
+    (r"model\.language_model\.", "model."),
+    (r"language_model\.", ""),
+    (r"model\.language_model\.", "language_model.model."),
+)
+# Files of trainers that hold no weights.
+_OF_TRAINERS = re.compile("optimizer|scheduler|scaler|training_args|rng_state.*")
+V = TypeVar("V")
 _CHUNK = 2**20  # elements checked together: they stay in the processor's cache
 
 
@@ -48,10 +63,16 @@ class TensorFiles:
         self._offsets: dict[str, int] = {}  # into its safetensors file
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files = _files_of(directory)
         # Every header is read now, so that a broken file is named before anything is loaded.
-        for path in _files_of(directory):
+        for path in self._files:
             is_torch = path.suffix in TORCH_SUFFIXES
             for name, (shape, kind, rows) in (_open_torch if is_torch else _open)(path).items():
+                if name in self._places:
+                    raise UserError(
+                        f"{directory}: tensor {name} lies in {self._places[name].name} and in "
+                        f"{path.name}; one of them must be left out"
+                    )
                 self._tensors[name], self._places[name] = rows, path
                 self.shapes[name], self._types[name] = tuple(shape), kind
             if not is_torch:
@@ -63,6 +84,82 @@ class TensorFiles:
                 header.pop("__metadata__", None)
                 begins = {name: entry["data_offsets"][0] for name, entry in header.items()}
                 self._offsets |= {name: 8 + length + begin for name, begin in begins.items()}
+        # What wrappers of torch put into the names of a state dict.
+        self._renamed = self._rename(lambda name: _WRAPPERS.sub("", name))
+
+    def _rename(self, rename: Callable[[str], str]) -> str | None:
+        """Rename all tensors; return an example, "a.b is read as b", or None where none changes.
+
+        Raises UserError where two tensors would have one name.
+        """
+        changed = [name for name in self._places if rename(name) != name]
+        if not changed:
+            return None
+        if len({rename(name) for name in self._places}) < len(self._places):
+            raise UserError(
+                f"{self.directory}: {changed[0]} and {rename(changed[0])} are one tensor by name; "
+                "one of them must be left out"
+            )
+
+        def renamed(table: dict[str, V]) -> dict[str, V]:
+            return {rename(name): value for name, value in table.items()}
+
+        self._tensors, self._types = renamed(self._tensors), renamed(self._types)
+        self._places, self._offsets = renamed(self._places), renamed(self._offsets)
+        self.shapes = renamed(self.shapes)
+        return f"{changed[0]} is read as {rename(changed[0])}"
+
+    def _adopt(self, expected: Iterable[str]) -> None:
+        """Rename all tensors where the expected ones differ from them by what lies before."""
+        wanted = set(expected)
+        if not wanted or wanted <= self.shapes.keys():
+            return
+        # A whole model as a part of a larger one has one prefix.
+        first = min(wanted)
+        prefixes = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")}
+        renamings = [*_PARTS, *((re.escape(prefix), "") for prefix in sorted(prefixes))]
+        for pattern, instead in renamings:
+
+            def rename(name: str, pattern: str = pattern, instead: str = instead) -> str:
+                return re.sub(f"^{pattern}", instead, name)
+
+            names = {rename(name) for name in self.shapes}
+            if wanted <= names and len(names) == len(self.shapes):
+                self._renamed = self._rename(rename)
+                return
+
+    def _notices(self) -> list[str]:
+        """Return what should be known of files and names."""
+        notices = []
+        if self._renamed:
+            notices.append(
+                f"names of tensors were written by a trainer: {self._renamed}, and so on"
+            )
+        # The index of shards; what the shards hold counts, as in transformers.
+        index = self.directory / (TORCH_INDEX if self._files[0].suffix in TORCH_SUFFIXES else INDEX)
+        if len(self._files) > 1 and index.is_file():
+            shards = {_WRAPPERS.sub("", n): s for n, s in _weight_map(index).items()}
+            wrong = [
+                n for n, s in shards.items() if n in self._places and self._places[n].name != s
+            ]
+            wrong += [name for name in self.shapes if name not in shards]
+            if wrong:
+                notices.append(
+                    f"{index.name} names another shard, or none, for {_listed(wrong)}; it is read "
+                    "from where it lies"
+                )
+        # A second copy of the weights, or weights that somebody wanted to add.
+        suffixes = (".safetensors", ".pth", ".gguf", *TORCH_SUFFIXES)
+        unread = [
+            path.name
+            for path in sorted(self.directory.iterdir())
+            if path.suffix in suffixes
+            and path not in self._files
+            and not _OF_TRAINERS.fullmatch(path.stem)
+        ]
+        if unread:
+            notices.append(f"weights that are not read: {_listed(unread, 'file')}")
+        return notices
 
     def read(
         self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
@@ -112,6 +209,9 @@ class TensorFiles:
 
         harmless: returns whether a tensor may be there in addition to the expected ones.
         """
+        self._adopt(expected)
+        for notice in self._notices():
+            say(f"{self.directory}: {notice}")
         missing = [name for name in expected if name not in self.shapes]
         if missing:
             raise UserError(
@@ -139,7 +239,7 @@ def _files_of(directory: Path) -> list[Path]:
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
         return _shards_of(directory / INDEX)
-    others = list(directory.glob("*.safetensors"))
+    others = [path for path in directory.glob("*.safetensors") if path.is_file()]
     if len(others) == 1:  # a head's own name, such as medusa_lm_head.safetensors
         return others
 
@@ -148,7 +248,8 @@ def _files_of(directory: Path) -> list[Path]:
         return _shards_of(directory / TORCH_INDEX)
     if (directory / TORCH_SINGLE).is_file():
         return [directory / TORCH_SINGLE]
-    archives = [path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES]
+    entries = [path for path in directory.iterdir() if path.is_file()]
+    archives = [path for path in entries if path.suffix in TORCH_SUFFIXES]
     if len(archives) == 1:
         return archives
     if archives:
@@ -161,14 +262,14 @@ def _files_of(directory: Path) -> list[Path]:
             f"{directory} is an orbax folder, which is not read as a base; "
             "use the safetensors release of the model"
         )
-    raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+    raise UserError(
+        f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there"
+        f"{found_below(directory, (SINGLE, INDEX))}"
+    )
 
 
 def _shards_of(index: Path) -> list[Path]:
-    weight_map = read_json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f"{index} has no weight_map from tensor names to shards")
-
+    weight_map = _weight_map(index)
     # An index from elsewhere must not lead out of its folder.
     names = sorted(set(map(str, weight_map.values())))
     for name in names:
@@ -183,6 +284,13 @@ def _shards_of(index: Path) -> list[Path]:
             "is the download complete?"
         )
     return shards
+
+
+def _weight_map(index: Path) -> dict[str, Any]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map from tensor names to shards")
+    return weight_map
 
 
 def _open(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:

@@ -215,7 +215,7 @@ class _Answer:
             if self.answered == bare:
                 self._refuse(f"leaves out the calls in answer {number}")
             if self._content.rpartition("</think>")[2].strip() not in self._rest:
-                self._refuse(f"leaves out the text beside the calls in answer {number}")
+                self._refuse(f"leaves out the text next to the calls in answer {number}")
 
         # Text between the two that no generation prompt holds would have to be generated.
         # The first place: an end-of-turn marker may hold the answer's letters, or no answer at all.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import datetime
 import functools
 import itertools
 import json
@@ -27,6 +28,7 @@ from clover_jax.data.forms import content_text
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.data.records import LABELS, Conversation, Message, Record, Text, is_text, shown
 from clover_jax.errors import UserError
+from clover_jax.runtime.files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +76,41 @@ def with_chat_template(
             trial = [{"role": "user", "content": "Hello"}]
             render_template(tokenizer, trial, True, f"--chat_template={name}" if name else "--base")
     return tokenizer
+
+
+CLOCK = "template_time"  # in what a run records of its identity
+
+
+@contextlib.contextmanager
+def frozen_clock(*recorded: Path) -> Iterator[None]:
+    """Let chat templates read one time meanwhile: an earlier run's, or that of the beginning.
+
+    Some write today's date, and a run that goes on the next day must have the same samples.
+    recorded: JSON files in which an earlier part of the run may have recorded its time.
+    All processes of a run call it.
+    """
+
+    # Imported here: it loads JAX, which `--help` does not need.
+    from clover_jax.runtime.distributed import from_primary
+
+    def chosen() -> str:
+        there = (read_json_object(path) for path in recorded if path.is_file())
+        parts = (part for values in there for part in values.values() if isinstance(part, dict))
+        times = (part[CLOCK] for part in parts if part.get(CLOCK))
+        return next(times, None) or datetime.datetime.now().isoformat(timespec="seconds")
+
+    before, _RENDERER.now = _RENDERER.now, from_primary(chosen)
+    try:
+        yield
+    finally:
+        _RENDERER.now = before
+
+
+def clock_identity(tokenizer: PreTrainedTokenizerBase | None) -> dict[str, str]:
+    """Return the frozen time under its name, nothing where the chat template reads no time."""
+    if _RENDERER.now is None or tokenizer is None or "strftime_now" not in words_of(tokenizer):
+        return {}
+    return {CLOCK: _RENDERER.now}
 
 
 def template_notice(
@@ -138,7 +175,7 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def _keys_in(row: Conversation | Prompt) -> Iterator[str]:
-    """Yield the keys of a row that a template may read, beside role and content."""
+    """Yield the keys of a row that a template may read, other than role and content."""
     yield from row.variables
     turns = (turn for turn in getattr(row, "turns", None) or () if not isinstance(turn, str))
     for message in (*(row.messages or ()), *itertools.chain.from_iterable(turns)):
@@ -231,6 +268,7 @@ def _render(
         "conversations": [list(messages)],
         "chat_template": text,
         "add_generation_prompt": ask,
+        "now": _RENDERER.now,
         "return_assistant_tokens_mask": with_answers,
     }
     reply = _RENDERER.render(request, source)
@@ -279,7 +317,12 @@ class _Refusal(UserError):
 
 
 class _Renderer:
-    """The process that renders: started when it is needed, and again after its limits ended it."""
+    """The process that renders: started when it is needed, and again after its limits ended it.
+
+    now: the time that templates read; None is the clock's.
+    """
+
+    now: str | None = None
 
     def __init__(self):
         self._process: subprocess.Popen[str] | None = None

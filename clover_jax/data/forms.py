@@ -165,7 +165,8 @@ def read_system(row: Mapping[str, Any], source: str) -> tuple[Message, ...]:
 def _side(row: Mapping[str, Any], key: str, role: str, source: str) -> Messages:
     """Return a prompt or an answer, which may be a text or a list of messages."""
     value, place = row[key], f"{source}: {key}"
-    if isinstance(value, list) or key in ("messages", "conversations"):
+    may_be_list = key in ("prompt", "completion")
+    if key in ("messages", "conversations") or (may_be_list and isinstance(value, list)):
         return read_messages(value, place)
     return Messages(({"role": role, "content": _text(value, place)},))
 
@@ -279,7 +280,7 @@ def _calls(value: Any, place: str) -> Any:
 
 
 def read_variables(row: Mapping[str, Any], source: str = "") -> dict[str, Any]:
-    """Return what a row has for the chat template besides messages: tools, documents, ...
+    """Return what a row has for the chat template in addition to messages: tools, documents, ...
 
     Raises UserError that begins with `source`, "a.jsonl:3: " for example.
     """

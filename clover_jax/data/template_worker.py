@@ -1,11 +1,13 @@
 """Render chat templates for `chat_templates.py`: a script, run as a process with hard limits.
 
-A line of standard input is a request: {"conversations": [messages], "chat_template": text, and
-variables of the template}. Each is answered by a line of standard output: {"text": .., "answers":
-[start, end) of its {% generation %} blocks if these are asked for}, or {"error": .., "is_refusal":
-whether the template itself did not want the conversation}.
+A line of standard input is a request: {"conversations": [messages], "chat_template": text, "now":
+the time that the template reads, null for the clock's, and variables of the template}. Each is
+answered by a line of standard output: {"text": .., "answers": [start, end) of its {% generation %}
+blocks if these are asked for}, or {"error": .., "is_refusal": whether the template itself did not
+want the conversation}.
 """
 
+import datetime
 import json
 import os
 import resource
@@ -25,8 +27,10 @@ def main() -> None:
     """Answer requests until standard input ends."""
     # Imported before the limits: the memory of these libraries is not the template's.
     import jinja2
-    from transformers.utils.chat_template_utils import render_jinja_template
+    from transformers.utils import chat_template_utils
 
+    # The name by which its strftime_now reads the time.
+    clock = vars(chat_template_utils)["datetime"] = _Clock()
     refusals = (jinja2.TemplateError, jinja2.UndefinedError)
     # Other systems do not enforce the limit; the time still bounds what can be filled there.
     if sys.platform == "linux":
@@ -40,7 +44,9 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         try:
             reply: dict[str, Any]
-            texts, answers = map(list, render_jinja_template(**json.loads(line)))
+            request = json.loads(line)
+            clock.frozen = request.pop("now", None)
+            texts, answers = map(list, chat_template_utils.render_jinja_template(**request))
             reply = {"text": _checked(texts[0], line), "answers": answers[0] if answers else None}
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
@@ -49,6 +55,18 @@ def main() -> None:
             reply = {"error": " ".join(text.split())[:300], "is_refusal": type(error) in refusals}
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps(reply), flush=True)
+
+
+class _Clock:
+    """The time as templates read it: frozen, an ISO time, or the clock's where that is None."""
+
+    frozen: str | None = None
+
+    def now(self) -> datetime.datetime:
+        """Return the time."""
+        if self.frozen is None:
+            return datetime.datetime.now()
+        return datetime.datetime.fromisoformat(self.frozen)
 
 
 def _checked(text: str, request: str) -> str:

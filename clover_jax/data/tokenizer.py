@@ -27,7 +27,7 @@ def load_tokenizer(directory: str | os.PathLike) -> PreTrainedTokenizerBase | No
     """Load a folder's tokenizer offline, None without one; raises UserError for broken files."""
     directory = Path(directory)
     # Without a vocabulary prompts must be token ids.
-    found = [name for name in _VOCABULARY_FILES if (directory / name).exists()]
+    found = [name for name in _VOCABULARY_FILES if (directory / name).is_file()]
     if not found:
         return None
     if found == ["tokenizer.model"] and importlib.util.find_spec("sentencepiece") is None:

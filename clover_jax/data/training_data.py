@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from clover_jax.data.chat_templates import CLOCK, clock_identity
 from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.forms import parse_row
 from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
@@ -137,6 +138,7 @@ def _load_prepared(
         "data": made_from["data_hash"],
         "tokenizer": theirs,
         "chat_template": made_from["chat_template"],
+        **{name: made_from[name] for name in (CLOCK,) if name in made_from},
     }
     # A run may not resume with another base's activations: they are other data.
     if hidden_names:
@@ -152,6 +154,7 @@ def sample_identity(
         "data": records_hash,
         "tokenizer": tokenizer_hash(tokenizer) if tokenizer is not None else None,
         "chat_template": template_hash(tokenizer),
+        **clock_identity(tokenizer),
     }
 
 

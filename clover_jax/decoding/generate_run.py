@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
-from clover_jax.data.chat_templates import template_notice
+from clover_jax.data.chat_templates import frozen_clock, template_notice
 from clover_jax.data.forms import content_text
 from clover_jax.data.prompts import (
     BadPrompt,
@@ -37,7 +37,7 @@ from clover_jax.runtime.distributed import from_primary, is_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.jsonl import to_json
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
-from clover_jax.runtime.row_writer import RowSink, RowWriter
+from clover_jax.runtime.row_writer import RowSink, RowWriter, manifest_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -156,6 +156,12 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
 
     Raises UserError for a mistake; rows of a file that fail are counted instead, unless `strict`.
     """
+    begun = () if options.path is None or options.overwrite else (manifest_path(options.path),)
+    with frozen_clock(*begun):
+        return _run(options, settings)
+
+
+def _run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
     if options.searches_tree:
         check_one_process()
 

@@ -24,7 +24,7 @@ from clover_jax.checkpoints.quantization import (
 )
 from clover_jax.checkpoints.shapes import base_shapes, cast_shapes, random_params
 from clover_jax.checkpoints.stored_head import Draft, find_head, load_draft
-from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.chat_templates import clock_identity, with_chat_template
 from clover_jax.data.records import json_hash
 from clover_jax.data.tokenizer import load_tokenizer, template_hash, template_text
 from clover_jax.decoding.cache_reading import resolve_attention
@@ -316,6 +316,7 @@ def identity_of(models: Models) -> dict[str, Any]:
         "tree": tree.name,
         "tree_hash": json_hash(tree.to_dict()),
     }
+    values |= clock_identity(models.tokenizer)
     # Only where they are used, so that older outputs resume.
     if models.copy_from:
         ids = np.array(models.copy_from, np.int32)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clover_jax.data.chat import encode_prompt
-from clover_jax.data.chat_templates import template_notice
+from clover_jax.data.chat_templates import frozen_clock, template_notice
 from clover_jax.data.prompts import (
     BadPrompt,
     Failures,
@@ -199,6 +199,15 @@ def evaluate(options: Options, settings: GenerationSettings, flags: dict) -> dic
     Several processes decode and measure together; the primary reads and writes the files.
     Raises UserError for a mistake of the user; rows that fail are counted instead.
     """
+    # The rows of a run that was stopped were made at another time.
+    rows = () if options.overwrite else (options.directory / "rows").glob("*.manifest.json")
+    with frozen_clock(*sorted(rows)):
+        return _evaluate(options, settings, flags)
+
+
+def _evaluate(
+    options: Options, settings: GenerationSettings, flags: dict[str, Any]
+) -> dict[str, Any]:
     # Mistakes are found before the models are loaded, which takes longer.
     if any(choice.tree == AUTO_TREE for choice in options.draft_choices):
         check_one_process()

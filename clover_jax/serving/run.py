@@ -217,6 +217,8 @@ def _start(options: ServeOptions) -> Ready:
 
     for each in (scheduler, *others.values()):
         each.start()
+
+    # A template without a place for tools would leave them out in silence.
     tokenizer = models.tokenizer
     words = frozenset(words_of(tokenizer) if tokenizer is not None else ())
     usual = SamplingParams(temperature=1.0)

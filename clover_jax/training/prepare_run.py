@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from clover_jax.checkpoints.loading import describe_base, load_base
 from clover_jax.data.chat import Encoded
-from clover_jax.data.chat_templates import template_notice, with_chat_template
+from clover_jax.data.chat_templates import frozen_clock, template_notice, with_chat_template
 from clover_jax.data.forms import content_text, parse_row
 from clover_jax.data.prepared import (
     HELDOUT,
@@ -41,6 +41,7 @@ from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.files import only_process_in
 from clover_jax.runtime.jsonl import read_rows
 from clover_jax.runtime.progress import passing_note, progress_bar, say
+from clover_jax.runtime.row_writer import manifest_path
 from clover_jax.training.features import feature_names, write_features
 from clover_jax.training.settings import PrepareOptions
 
@@ -71,6 +72,15 @@ class Reading(NamedTuple):
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     """Do what is asked for, or what an earlier run has left of it; return the report."""
+    begun: tuple[Path, ...] = ()
+    if not options.preview and not options.overwrite:
+        regenerated = manifest_path(options.directory / REGENERATED)
+        begun = (regenerated, options.directory / HELDOUT)
+    with frozen_clock(*begun):
+        return _run(options)
+
+
+def _run(options: PrepareOptions) -> dict[str, Any]:
     if process_count() > 1 and not options.runs_base:
         raise UserError(
             f"{process_count()} processes run a base for --regenerate or --features; without "
@@ -161,9 +171,8 @@ def _write_split(
     # All that a shard depends on: where any of it differs, the folder is refused.
     identity = sample_identity(data_hash(records), reading.tokenizer)
     made_from = {
-        "data_hash": identity["data"],
-        "tokenizer": identity["tokenizer"],
-        "chat_template": identity["chat_template"],
+        "data_hash": identity.pop("data"),
+        **identity,
         "vocab_size": reading.vocab_size,
         "seq_len": reading.seq_len,
     }

@@ -18,7 +18,9 @@ import jax
 from jax.sharding import Mesh
 
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.data.chat_templates import frozen_clock
 from clover_jax.data.pipeline import make_pipeline
+from clover_jax.data.prepared import TRAIN, is_prepared
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
 from clover_jax.models.placement import param_shardings, place_rows, rows_of_process, with_shardings
@@ -264,10 +266,17 @@ def run_training(
             if recorded_settings(workdir) == settings:
                 return finished
 
-        with advise_on_memory(
-            f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
-            "give --gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or "
-            "more devices by --mesh; --dry_run says what a run takes",
+        # Templates read the time at which the run began, or its data were prepared.
+        begun = [] if overwrite else [workdir / SETTINGS]
+        if is_prepared(settings.data):
+            begun.append(Path(settings.data).expanduser() / TRAIN)
+        with (
+            frozen_clock(*begun),
+            advise_on_memory(
+                f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
+                "give --gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, "
+                "or more devices by --mesh; --dry_run says what a run takes",
+            ),
         ):
             inputs = load_inputs(settings, mesh)
             if overwrite:

@@ -142,7 +142,7 @@ def test_the_generation_config_knows_the_end_ids_best(
         ({"architectures": [[]]}, r"architecture \[\] is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, not 'small'"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object or null, not 'linear'"),
-        ({"rope_parameters": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
+        ({"rope_parameters": [1]}, r"rope_parameters must be an object or null, not \[1\]"),
         ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number, not -1"),
         ({"rope_theta": "big"}, "rope_theta must be a positive number, not 'big'"),
         ({"head_dim": 7}, r"head_dim \(7\) must be even for rotary positions"),

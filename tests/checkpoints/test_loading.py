@@ -115,8 +115,10 @@ def test_place_receives_every_tensor_once_and_one_at_a_time(reference_dir):
     assert sorted(seen) == sorted(tuple(key.key for key in path) for path, _ in paths)
 
 
-def test_tied_embeddings_need_no_output_matrix_and_ignore_a_stored_one(folder):
+def test_tied_embeddings_need_no_output_matrix_and_ignore_a_copy(folder):
     edit_json(folder / "config.json", tie_word_embeddings=True)
+    copy = "lm_head.weight", "model.embed_tokens.weight"
+    edit_tensors(folder, lambda tensors: tensors.update({copy[0]: tensors[copy[1]].copy()}))
     with_copy = load_base(str(folder))
     edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
     base = load_base(str(folder))

@@ -1,5 +1,6 @@
 """Chat templates: none, one that renders as transformers does, and ones that break the limits."""
 
+import datetime
 import json
 import signal
 import subprocess
@@ -9,7 +10,14 @@ import time
 import pytest
 
 from clover_jax import cli, prepare
-from clover_jax.data.chat_templates import render_template, template_notice, with_chat_template
+from clover_jax.data import chat_templates
+from clover_jax.data.chat_templates import (
+    clock_identity,
+    frozen_clock,
+    render_template,
+    template_notice,
+    with_chat_template,
+)
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
@@ -151,3 +159,62 @@ def test_a_template_without_end_is_left_by_an_interrupt(tmp_path):
     _, error = process.communicate()
     # The limit of its time would have ended it too, but with a line that names the template.
     assert error.strip().endswith(b"KeyboardInterrupt")
+
+
+DATED = (
+    "{{ strftime_now('%Y-%m-%d %H') }}{% for m in messages %}[{{ m.role }}]{{ m.content }}</s>"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.fixture
+def yesterday(monkeypatch):
+    """Let runs begin yesterday, until it is undone."""
+    day = datetime.datetime.now() - datetime.timedelta(days=1)
+
+    class Yesterday(datetime.datetime):
+        @classmethod
+        def now(cls):
+            return day
+
+    monkeypatch.setattr(chat_templates.datetime, "datetime", Yesterday)
+    return day.strftime("%Y-%m-%d %H")
+
+
+def test_a_template_reads_one_time_in_a_run_and_in_what_follows_it(
+    tmp_path, yesterday, monkeypatch
+):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.chat_template = DATED
+    record = tmp_path / "record.json"
+    with frozen_clock(record):
+        text = render_template(tokenizer, QUESTION, True, "f")
+        record.write_text(json.dumps({"identity": clock_identity(tokenizer)}))
+    assert text.startswith(yesterday)
+    monkeypatch.undo()
+    with frozen_clock(tmp_path / "missing.json", record):
+        assert render_template(tokenizer, QUESTION, True, "f") == text
+    # Without a run, as in the server, it is the clock's.
+    assert not render_template(tokenizer, QUESTION, True, "f").startswith(yesterday)
+    with frozen_clock():
+        assert not render_template(tokenizer, QUESTION, True, "f").startswith(yesterday)
+        tokenizer.chat_template = "{{ messages }}"
+        assert clock_identity(tokenizer) == {}
+
+
+def test_runs_that_go_on_the_next_day_have_the_same_samples(
+    tmp_path_factory, data, tmp_path, yesterday, monkeypatch, capsys
+):
+    base = save_tiny_base(tmp_path_factory.mktemp("dated") / "base", template=DATED)
+    out = tmp_path / "out"
+    flags = [f"--base={base}", f"--data={data}", "--seq_len=64", f"--output={out}"]
+    assert cli.run(prepare.main, prepare.define_flags, flags) == 0
+    first = json.loads((out / "train.json").read_text())
+    assert first["made_from"]["template_time"].startswith(yesterday.split()[0])
+    monkeypatch.undo()
+    assert cli.run(prepare.main, prepare.define_flags, flags) == 0
+    assert json.loads((out / "train.json").read_text()) == first
+    # Made again, it has today's.
+    assert cli.run(prepare.main, prepare.define_flags, [*flags, "--overwrite"]) == 0
+    again = json.loads((out / "train.json").read_text())
+    assert again["made_from"]["template_time"] > first["made_from"]["template_time"]

@@ -89,6 +89,9 @@ def test_keys_that_are_not_read_are_counted_and_nulls_are_not():
     parse_row(row, "f", unread)
     parse_row(row, "f", unread)
     assert unread == {"text": 2, "kind": 2, "input": 2}
+    # Also a key with which `generate` says why it could not decode a row.
+    (record,) = parse_row({"messages": [], "error": "ZeroDivisionError"}, "f", unread)
+    assert (record.messages, unread["error"]) == ((), 1)
 
 
 @pytest.mark.parametrize(

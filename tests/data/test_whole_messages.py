@@ -89,7 +89,7 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(tokenizer, family
     (record,) = parse_row({"messages": messages, "tools": TOOLS}, "f")
     if (family, row) in REFUSED:
         # What transformers renders without a call or its text, or not at all.
-        with pytest.raises(UserError, match="leaves out the (calls|text beside)|refuses the conv"):
+        with pytest.raises(UserError, match="leaves out the (calls|text next to)|refuses the conv"):
             render_chat(record, tokenizer)
         return
     text, spans = render_chat(record, tokenizer)

@@ -88,7 +88,7 @@ def test_refusals_are_the_client_s_own_errors(server, ask):
     with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
         ask.completions.create(prompt=AREA, model="gpt-4")
     assert refused.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+    with pytest.raises(openai.BadRequestError, match="tools: .* no place for it") as refused:
         ask.chat.completions.create(messages=MESSAGES, tools=TOOLS, **GREEDY)
     assert refused.value.param == "tools"
 
@@ -119,5 +119,5 @@ def test_langchain_invokes_streams_and_batches(server, alone):
     assert "".join(chunk.content for chunk in chunks) == alone[10]["text"]
     told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert sum(usage["output_tokens"] for usage in told) == 24
-    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+    with pytest.raises(openai.BadRequestError, match="tools: .* no place for it"):
         chat.bind_tools(TOOLS).invoke(messages)

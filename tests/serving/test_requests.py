@@ -91,6 +91,20 @@ def test_parts_of_text_pass_and_a_developer_is_the_system():
     )
 
 
+def test_calls_and_tools_reach_the_template_whole():
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    result = {"role": "tool", "content": "4", "tool_call_id": "c1"}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": [*MESSAGES, said, result], "tools": tools, "tool_choice": "auto"}
+    prompt = chat(**body, chat_template_kwargs={"enable_thinking": False}).asks[0].prompt
+    assert prompt.variables == {"tools": tools, "enable_thinking": False}
+    read = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
+    assert prompt.messages[1:] == ({"role": "assistant", "tool_calls": [read]}, result)
+    with pytest.raises(ApiError, match="the model's chat template has no place for it"):
+        read_chat({"messages": MESSAGES, "tools": tools}, SERVED._replace(reads_tools=False), "me")
+
+
 def test_a_prediction_is_text_or_parts_of_it():
     for content in ("foo", [{"type": "text", "text": "foo"}]):
         call = chat(prediction={"type": "content", "content": content})

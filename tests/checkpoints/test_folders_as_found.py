@@ -1,0 +1,297 @@
+"""Folders that contradict themselves: what other programs leave is read, or named in one line."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from clover_jax.checkpoints.loading import load_base, read_checkpoint
+from clover_jax.checkpoints.stored_head import load_draft
+from clover_jax.checkpoints.tensor_files import TensorFiles
+from clover_jax.errors import UserError
+from tests.checkpoints.test_loading import split_in_shards
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def reference_dir(fixtures_dir):
+    return fixtures_dir / "clover2_reference" / "base"
+
+
+@pytest.fixture
+def folder(reference_dir, tmp_path):
+    """A copy of the reference base that a test may spoil."""
+    return copy_of(reference_dir, tmp_path / "base")
+
+
+def rename(folder, new_name):
+    def edit(tensors):
+        renamed = {new_name(name): value for name, value in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+
+    edit_tensors(folder, edit)
+
+
+@pytest.mark.parametrize(
+    "new_name, example",
+    [
+        ("module.{}", "module.lm_head.weight is read as lm_head.weight"),
+        ("_orig_mod.{}", "_orig_mod.lm_head.weight is read as lm_head.weight"),
+        ("module._orig_mod.{}", "module._orig_mod.lm_head.weight is read as lm_head.weight"),
+        ("base_model.model.{}", "base_model.model.lm_head.weight is read as lm_head.weight"),
+        (
+            lambda name: name.replace(".layers.", ".layers._orig_mod."),
+            "model.layers._orig_mod.0.input_layernorm.weight is read as model.layers.0.input",
+        ),
+        (
+            lambda name: name.replace("model.", "model.language_model."),
+            "model.language_model.embed_tokens.weight is read as model.embed_tokens.weight",
+        ),
+        ("language_model.{}", "language_model.lm_head.weight is read as lm_head.weight"),
+    ],
+)
+def test_prefixes_of_trainers_are_left_out_and_named(
+    folder, reference_dir, capsys, new_name, example
+):
+    rename(folder, new_name.format if isinstance(new_name, str) else new_name)
+    assert_trees_equal(load_base(str(folder)).params, load_base(str(reference_dir)).params)
+    said = capsys.readouterr().err
+    assert f"{folder}: names of tensors were written by a trainer: {example}" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_head_with_a_trainers_prefix_is_recognised(fixtures_dir, tmp_path, capsys):
+    base = load_base(str(fixtures_dir / "clover2_reference" / "base"))
+    head = copy_of(fixtures_dir / "clover2_reference" / "clover2", tmp_path / "head")
+    expected = load_draft(str(head), base).params
+    rename(head, "module.{}".format)
+    assert_trees_equal(load_draft(str(head), base).params, expected)
+    assert "module." in capsys.readouterr().err
+
+
+def test_a_tensor_under_two_names_or_in_two_shards_is_refused(folder, tmp_path):
+    both = copy_of(folder, tmp_path / "both")
+    edit_tensors(
+        both, lambda tensors: tensors.update({"module.lm_head.weight": tensors["lm_head.weight"]})
+    )
+    with pytest.raises(UserError, match="module.lm_head.weight and lm_head.weight are one tensor"):
+        load_base(str(both))
+
+    first, second, _ = split_in_shards(folder)
+    tensors = load_file(folder / first)
+    name = min(tensors)
+    save_file(load_file(folder / second) | {name: tensors[name]}, folder / second)
+    with pytest.raises(UserError, match=f"tensor {name} lies in {first} and in {second}; one of"):
+        load_base(str(folder))
+
+
+def test_an_index_that_names_shards_wrongly_is_corrected_and_named(folder, reference_dir, capsys):
+    split_in_shards(folder)
+    expected = load_base(str(reference_dir)).params
+    values = json.loads((folder / INDEX).read_text())
+    places = values["weight_map"]
+    names = sorted(places)
+    shards = sorted(set(places.values()))
+    places[names[0]] = next(shard for shard in shards if shard != places[names[0]])
+    del places[names[1]]
+    (folder / INDEX).write_text(json.dumps(values))
+    assert_trees_equal(load_base(str(folder)).params, expected)
+    said = capsys.readouterr().err
+    assert f"{INDEX} names another shard, or none, for tensors {names[0]}, {names[1]}; it" in said
+
+
+def test_weights_that_are_not_read_are_named(folder, capsys):
+    for name in ("adapter_model.safetensors", "consolidated.00.pth", "optimizer.pt"):
+        (folder / name).write_bytes(b"x")
+    load_base(str(folder))
+    assert capsys.readouterr().err == (
+        f"{folder}: weights that are not read: files adapter_model.safetensors, "
+        "consolidated.00.pth\n"
+    )
+
+
+def test_an_output_matrix_that_differs_from_the_embedding_is_read(folder, reference_dir, capsys):
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    base = load_base(str(folder))
+    assert_trees_equal(base.params, load_base(str(reference_dir)).params)
+    assert not base.config.tie_word_embeddings
+    assert "lm_head.weight differs from the embedding, to which config" in capsys.readouterr().err
+
+
+def test_the_text_of_a_model_for_images_has_names_of_two_versions(tmp_path, capsys):
+    for name in ("model.language_model.norm.weight", "language_model.model.norm.weight"):
+        save_file({name: np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+        files = TensorFiles(tmp_path)
+        files.check({"language_model.model.norm.weight": (3,)}, harmless=lambda name: False)
+        files.read("language_model.model.norm.weight")
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["x.safetensors", "model.safetensors", "config.json", "tokenizer.json"]
+)
+def test_a_pipe_is_refused_and_nothing_waits_for_it(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    for load in (load_base, lambda source: load_draft(source, None)):
+        with pytest.raises(UserError, match=f"{name} is neither a file nor a folder"):
+            load(str(folder))
+
+
+@pytest.mark.parametrize("below", ["snapshots/abc", "checkpoint-500", "models--o--n/snapshots/abc"])
+def test_a_folder_with_the_model_below_says_where_it_is(folder, tmp_path, below):
+    outer = tmp_path / "models--owner--name"
+    (outer / below).parent.mkdir(parents=True)
+    folder.rename(outer / below)
+    message = f"one lies in {outer / below}: pass that folder"
+    with pytest.raises(UserError, match=f"{outer} has no config.json; {message}"):
+        load_base(str(outer))
+    with pytest.raises(UserError, match=message):
+        load_draft(str(outer), None)
+    # A trainer leaves its config next to the folders of its checkpoints.
+    (outer / "config.json").write_bytes((outer / below / "config.json").read_bytes())
+    with pytest.raises(UserError, match=f"has no weights: .*; {message}"):
+        load_base(str(outer))
+
+
+def published_medusa(folder, tokens, width, count, heads_in_config):
+    """Write heads in Medusa's own layout."""
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for head in range(count):
+        tensors[f"{head}.0.linear.weight"] = rng.normal(size=(width, width))
+        tensors[f"{head}.0.linear.bias"] = rng.normal(size=width)
+        tensors[f"{head}.1.weight"] = rng.normal(size=(tokens, width))
+    tensors = {name: value.astype(np.float32) for name, value in tensors.items()}
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    fields = {"medusa_num_heads": heads_in_config, "medusa_num_layers": 1}
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_medusas_published_heads_count_fewer_in_their_config(reference_dir, tmp_path, capsys):
+    base = load_base(str(reference_dir))
+    shape = base.config.vocab_size, base.config.hidden_size
+    draft = load_draft(str(published_medusa(tmp_path / "a", *shape, 5, 2)), base)
+    assert draft.head.config.num_positions == 5
+    assert "medusa_num_heads is 2, and the file holds 5 heads; all of" in capsys.readouterr().err
+    with pytest.raises(UserError, match="lacks tensors 3.0.linear.weight"):
+        load_draft(str(published_medusa(tmp_path / "b", *shape, 3, 4)), base)
+
+
+def test_a_base_with_more_layers_than_its_config_counts_is_refused(folder):
+    edit_json(folder / "config.json", num_hidden_layers=1)
+    with pytest.raises(
+        UserError, match=r"has tensors model.layers.1.*config.json does not ask for"
+    ):
+        load_base(str(folder))
+
+
+ODD = ({}, [], "", "x", [1], {"a": 1}, -1, 0, 1.5, True, False, 10**400, float("nan"), None)
+# Every field that a parser of a family reads, and what it may not be.
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32,
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "hidden_act": "silu",
+    "rms_norm_eps": 1e-6, "rope_theta": 1e4, "rope_scaling": None, "rope_parameters": None,
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": 1,
+    "eos_token_id": 2, "quantization_config": None, "sliding_window": 8, "layer_types": None,
+    "use_sliding_window": True, "max_window_layers": 1, "original_max_position_embeddings": None,
+    "partial_rotary_factor": 1.0, "model_max_length": 64, "z_loss_weight": 0,
+    "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 4,
+    "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 2, "use_bidirectional_attention": False,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": False,
+    "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
+}  # fmt: skip
+ROPES = (
+    {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 32},
+    {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+     "mscale_all_dim": 1.0, "truncate": True, "original_max_position_embeddings": 32},
+    {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.0], "long_factor": [1.0, 1.0],
+     "original_max_position_embeddings": 32},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("Llama", "Mistral", "Qwen2", "Qwen3", "BaiChuan", "Baichuan", "Mixtral", "Qwen3Moe"),
+        *("GptOss", "Phi3", "Gemma2", "Gemma3"),
+    ],
+)
+def test_odd_values_of_any_field_are_read_or_refused_in_one_line(tmp_path, family):
+    values = LLAMA | {"architectures": [f"{family}ForCausalLM"], "model_type": "other"}
+    configs = [(values, name) for name in LLAMA if name != "model_type"]
+    for rope in ROPES:
+        configs += [(values | {"rope_scaling": rope}, ("rope_scaling", name)) for name in rope]
+    for fields, name in configs:
+        for odd in ODD:
+            if isinstance(name, tuple):
+                changed = fields | {name[0]: fields[name[0]] | {name[1]: odd}}
+            else:
+                changed = fields | {name: odd}
+            (tmp_path / "config.json").write_text(json.dumps(changed))
+            said = mistake_of(lambda: read_checkpoint(tmp_path))
+            assert said is None or said.startswith(f"{tmp_path}"), (name, odd)
+
+
+def mistake_of(read):
+    """Return the line that refuses what is read, None where it is not refused."""
+    try:
+        read()
+    except UserError as error:
+        (line,) = str(error).splitlines()
+        return line
+    return None
+
+
+@pytest.mark.parametrize(
+    "name, odd, message",
+    [
+        ("hidden_act", {}, "hidden_act must be text, not {}"),
+        ("hidden_act", [], r"hidden_act must be text, not \[\]"),
+        ("model_type", {}, "model_type must be text"),
+        ("attention_bias", "false", "attention_bias must be true or false, not 'false'"),
+        ("tie_word_embeddings", [], "tie_word_embeddings must be true or false"),
+        ("rope_scaling", [], r"rope_scaling must be an object or null, not \[\]"),
+        ("rope_scaling", {"rope_type": []}, r"rope_scaling.rope_type must be text, not \[\]"),
+        ("quantization_config", [], "quantization_config must be an object or null"),
+        ("bos_token_id", [1], "bos_token_id must be a whole number"),
+        ("vocab_size", True, "vocab_size must be a positive whole number, not True"),
+        ("hidden_size", 10**30, "hidden_size is 1000.*at most"),
+        ("eos_token_id", [True], "eos_token_id must be a whole number or a list"),
+    ],
+)
+def test_the_type_of_a_field_is_checked_before_its_value(folder, name, odd, message):
+    edit_json(folder / "config.json", **{name: odd})
+    with pytest.raises(UserError, match=f"config.json: {message}"):
+        load_base(str(folder))
+
+
+@pytest.mark.parametrize(
+    "reference", ["clover2_reference", "eagle3_reference", "dflash2_reference"]
+)
+def test_odd_values_in_a_heads_config_are_read_or_refused_in_one_line(
+    fixtures_dir, tmp_path, reference
+):
+    base = load_base(str(fixtures_dir / "clover2_reference" / "base"))
+    source = next(
+        path
+        for path in (fixtures_dir / reference).rglob("config.json")
+        if path.parent.name != "base"
+    ).parent
+    head = copy_of(source, tmp_path / "head")
+    values = json.loads((head / "config.json").read_text())
+    for name in values:
+        for odd in ODD[:-1]:
+            (head / "config.json").write_text(json.dumps(values | {name: odd}))
+            mistake_of(lambda: load_draft(str(head), base, allow_base_mismatch=True))
