@@ -49,12 +49,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
         if not isinstance(weights[name], int | float):
             raise UserError(f"{path}: clover.{name} must be a number, not {weights[name]!r}")
     scale = weights["heads_coefficient"]
-    loss = LossSpec(
-        regression=10.0 * scale,
-        soft_ce=scale,
-        decay=weights["decay_coefficient"],
-        pairs="release",
-    )
+    loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=weights["decay_coefficient"])
 
     # The theta of the file is ignored, as the release does.
     try:

@@ -86,8 +86,7 @@ def anchored_mask(
 ) -> Bool[Array, "P B M"]:
     """Return [i, b, m] True where position i of the block at an anchor counts.
 
-    It does when the anchor, x_{t+1}, to the target token, x_{t+2+i}, are of one answer, as in
-    `pair_mask`.
+    It does when its target token, x_{t+2+i}, is supervised and of the anchor's document.
 
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and anchors [[0, 1]] give, for P = 2,
     [[T, T]] and [[T, F]].
@@ -98,13 +97,12 @@ def anchored_mask(
         index = jnp.clip(anchors + further, 0, size - 1)
         return jnp.take_along_axis(x, index, axis=1)
 
+    masks = []
     segment = at(batch.segment_ids, 0)
-    counted, masks = at(batch.loss_mask, 0) & (segment > 0), []
     for i in range(num_positions):
         # `at` clips places beyond the row, which `is_inside` then masks.
         is_inside = (anchors + i + 1 < size) & (at(batch.segment_ids, i + 1) == segment)
-        counted = counted & at(batch.loss_mask, i + 1) & is_inside
-        masks.append(counted)
+        masks.append(at(batch.loss_mask, i + 1) & is_inside & (segment > 0))
     return jnp.stack(masks)
 
 

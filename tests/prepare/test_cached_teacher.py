@@ -45,7 +45,7 @@ def test_a_cached_teacher_gives_the_loss_curve_of_an_online_one(base, data, prep
     curves = losses(tmp_path / "online"), losses(tmp_path / "cached")
     assert len(curves[0]) == 50
     np.testing.assert_allclose(*curves, rtol=1e-5)
-    assert curves[0][-1] < 0.9 * curves[0][0]
+    assert curves[0][-1] < curves[0][0] - 1
     card = json.loads((tmp_path / "online" / "draft" / "draft.json").read_text())
     assert card["chat_template"] == CHAT_TEMPLATE
 

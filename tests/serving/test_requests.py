@@ -97,12 +97,18 @@ def test_calls_and_tools_reach_the_template_whole():
     result = {"role": "tool", "content": "4", "tool_call_id": "c1"}
     tools = [{"type": "function", "function": {"name": "f"}}]
     body = {"messages": [*MESSAGES, said, result], "tools": tools, "tool_choice": "auto"}
-    prompt = chat(**body, chat_template_kwargs={"enable_thinking": False}).asks[0].prompt
+    reading = SERVED._replace(template_words=frozenset({"tools", "enable_thinking"}))
+    body |= {"chat_template_kwargs": {"enable_thinking": False}}
+    prompt = read_chat(body, reading, "me").asks[0].prompt
     assert prompt.variables == {"tools": tools, "enable_thinking": False}
     read = {**call, "function": {"name": "f", "arguments": {"a": 1}}}
     assert prompt.messages[1:] == ({"role": "assistant", "tool_calls": [read]}, result)
     with pytest.raises(ApiError, match="the model's chat template has no place for it"):
-        read_chat({"messages": MESSAGES, "tools": tools}, SERVED._replace(reads_tools=False), "me")
+        read_chat(
+            {"messages": MESSAGES, "tools": tools},
+            SERVED._replace(template_words=frozenset()),
+            "me",
+        )
 
 
 def test_a_prediction_is_text_or_parts_of_it():
@@ -147,7 +153,7 @@ BAD_VALUES = {
     "use_beam_search": (True,),
     "min_p": (0.1,),
     "guided_regex": ("a+",),
-    "stop_token_ids": ([5],),
+    "stop_token_ids": (5,),
 }
 BAD_COMPLETIONS = [({name: value}, name) for name, values in BAD_VALUES.items() for value in values]
 BAD_COMPLETIONS.append(({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"))
@@ -353,7 +359,7 @@ def test_fields_are_known_or_refused():
     chat = {"messages": MESSAGES}
     assert read_chat(chat | {"store": True, "metadata": {"a": "b"}}, SERVED, "me").asks
     for name in ("temprature", "thinking", "reasoning"):
-        with pytest.raises(ApiError, match=f"unknown field '{name}'"):
+        with pytest.raises(ApiError, match=f'unknown field "{name}"'):
             read_chat(chat | {name: 1}, SERVED, "me")
     for name, value in (("reasoning_effort", "high"), ("enable_thinking", True)):
         with pytest.raises(ApiError, match=f"{name}: the model's chat template has no place"):

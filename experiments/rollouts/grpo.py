@@ -1,6 +1,6 @@
 """Policy-gradient training of a base towards an aim that Python checks, with our rollouts.
 
-    python -m experiments.rollouts --flagfile=experiments/rollouts/parses.flags --draft=lookup
+    python -m experiments.rollouts.grpo --flagfile=experiments/rollouts/parses.flags --draft=lookup
 
 Each update samples --group completions of --prompts_per_update prompts from the current base and
 rewards each with the share of its lines that parse as Python together with the prompt. The
@@ -15,7 +15,9 @@ run that is started again goes on from it.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -23,24 +25,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
 from flax.serialization import from_bytes, to_bytes
 
-from clover_jax import api
+from clover_jax import api, cli
+from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.field_types import setting
 from clover_jax.models.decoder import Decoder, base_logits, packed_mask
 
-FLAGS = flags.FLAGS
-flags.DEFINE_string("base", "builtin:tiny", "the base to train")
-flags.DEFINE_string("draft", "none", "draft of the rollouts: a head's folder, lookup, or none")
-flags.DEFINE_string("prompts", None, "rows with a prompt [prompts.jsonl of the base]")
-flags.DEFINE_integer("updates", 40, "updates of the base")
-flags.DEFINE_integer("prompts_per_update", 4, "prompts of an update")
-flags.DEFINE_integer("group", 8, "completions of a prompt")
-flags.DEFINE_integer("max_new_tokens", 64, "tokens of a completion at most")
-flags.DEFINE_integer("batch_size", 16, "rows decoded at once")
-flags.DEFINE_float("learning_rate", 3e-5, "of Adam")
-flags.DEFINE_integer("seed", 0, "of prompts and samples")
-flags.DEFINE_string("output", "runs/rollouts", "folder for the curve, the figures and the base")
+
+@dataclasses.dataclass(frozen=True)
+class RolloutOptions:
+    """The flags of this example."""
+
+    base: str = setting("builtin:tiny", "the base to train")
+    draft: str = setting("none", "draft of the rollouts: a head's folder, lookup, or none")
+    prompts: str | None = setting(None, "rows with a prompt [prompts.jsonl of the base]")
+    updates: int = setting(40, "updates of the base", least=1)
+    prompts_per_update: int = setting(4, "prompts of an update", least=1)
+    group: int = setting(8, "completions of a prompt", least=2)
+    max_new_tokens: int = setting(64, "tokens of a completion at most", least=2)
+    batch_size: int = setting(16, "rows decoded at once", least=1)
+    learning_rate: float = setting(3e-5, "of Adam")
+    seed: int = setting(0, "of prompts and samples")
+    output: str = setting("runs/rollouts", "folder for the curve, the figures and the base")
 
 
 def reward(prompt: str, completion: str) -> float:
@@ -88,7 +95,7 @@ def make_update(config, optimizer):
     return jax.jit(update, donate_argnums=(0, 1))
 
 
-def draw(rows: list[dict], path: Path) -> None:
+def draw(rows: list[dict], title: str, path: Path) -> None:
     """Draw reward and tau against updates."""
     import matplotlib
 
@@ -98,24 +105,30 @@ def draw(rows: list[dict], path: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
     for axis, name in zip(axes, ("reward", "tau"), strict=True):
         axis.plot([row["update"] for row in rows], [row[name] for row in rows])
-        axis.set(xlabel="updates", ylabel=name, title=f"{FLAGS.base}, draft {FLAGS.draft}")
+        axis.set(xlabel="updates", ylabel=name, title=title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
 
-def main(_) -> None:
-    """Train, write a row an update, and go on where an earlier run stopped."""
-    folder = Path(FLAGS.output)
-    folder.mkdir(parents=True, exist_ok=True)
-    models = api.load_base(FLAGS.base, dtype="float32")
-    if FLAGS.draft != "none":
-        models = api.load_draft(models, FLAGS.draft)
-    sampler = api.Sampler(models, batch_size=FLAGS.batch_size)
-    source = Path(FLAGS.prompts) if FLAGS.prompts else models.base.directory / "prompts.jsonl"
-    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines()]
-    width = FLAGS.max_new_tokens + max(len(models.tokenizer(text).input_ids) for text in prompts)
+def define_flags(flags) -> None:
+    """Define this command's flags."""
+    define_settings(flags, RolloutOptions)
 
-    optimizer = optax.adam(FLAGS.learning_rate)
+
+def main(flags) -> int:
+    """Train, write a row an update, and go on where an earlier run stopped."""
+    options = settings_from(flags, RolloutOptions)
+    folder = Path(options.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    models = api.load_base(options.base, dtype="float32")
+    if options.draft != "none":
+        models = api.load_draft(models, options.draft)
+    sampler = api.Sampler(models, batch_size=options.batch_size)
+    source = Path(options.prompts) if options.prompts else models.base.directory / "prompts.jsonl"
+    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines()]
+    width = options.max_new_tokens + max(len(models.tokenizer(text).input_ids) for text in prompts)
+
+    optimizer = optax.adam(options.learning_rate)
     params = jax.tree.map(jnp.copy, models.base.params)  # the learner's own: it donates them
     state, rows, saved = optimizer.init(params), [], folder / "state.msgpack"
     update = make_update(models.base.config, optimizer)
@@ -125,24 +138,24 @@ def main(_) -> None:
         rows = rows[:done]
         params, state = jax.tree.map(jnp.asarray, (params, state))
 
-    for number in range(len(rows), FLAGS.updates):
+    for number in range(len(rows), options.updates):
         began = time.perf_counter()
-        rng = np.random.default_rng((FLAGS.seed, number))
-        chosen = [prompts[i] for i in rng.choice(len(prompts), FLAGS.prompts_per_update, False)]
+        rng = np.random.default_rng((options.seed, number))
+        chosen = [prompts[i] for i in rng.choice(len(prompts), options.prompts_per_update, False)]
         sampler.update_base(params)
         samples = sampler.sample(
             chosen,
-            n=FLAGS.group,
-            max_new_tokens=FLAGS.max_new_tokens,
-            seed=FLAGS.seed * 100_003 + number,
+            n=options.group,
+            max_new_tokens=options.max_new_tokens,
+            seed=options.seed * 100_003 + number,
         )
         sampled = time.perf_counter()
 
         decode = models.tokenizer.decode
         texts = [decode(ids[mask]) for ids, mask in zip(samples.tokens, samples.mask, strict=True)]
         rewards = np.array(
-            [reward(chosen[i // FLAGS.group], text) for i, text in enumerate(texts)], np.float32
-        ).reshape(-1, FLAGS.group)
+            [reward(chosen[i // options.group], text) for i, text in enumerate(texts)], np.float32
+        ).reshape(-1, options.group)
         spread = rewards.std(axis=1, keepdims=True)
         advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + 1e-4)
         batch = as_batch(samples, width)
@@ -165,8 +178,9 @@ def main(_) -> None:
         temporary.write_bytes(to_bytes((len(rows), params, state)))
         (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         temporary.replace(saved)
-    draw(rows, folder / "curve.png")
+    draw(rows, f"{options.base}, draft {options.draft}", folder / "curve.png")
+    return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    sys.exit(cli.run(main, define_flags))
