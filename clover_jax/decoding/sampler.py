@@ -137,10 +137,11 @@ class Sampler:
             else:
                 prompt = dataclasses.replace(prompt, prompt_ids=tuple(np.asarray(given).tolist()))
             ids = encode_prompt(prompt, self.models.tokenizer, base.vocab_size)
-            first = Request(
-                len(requests), ids, length, base.eos_token_ids, params, wants_scores=True
-            )
-            others = range(first.index + 1, first.index + n)
+
+            # The others of a group take the KV cache that the first one's prompt left in its row.
+            place, eos = len(requests), base.eos_token_ids
+            first = Request(place, ids, length, eos, params, wants_scores=True)
+            others = range(place + 1, place + n)
             requests.append(first)
             requests += [dataclasses.replace(first, index=i, shares_prompt=True) for i in others]
         return requests
