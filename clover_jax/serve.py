@@ -1,7 +1,7 @@
 """Serve OpenAI's API over HTTP: completions and chat, streamed or whole, for many clients at once.
 
 Requests share one engine and join it while others decode. Without flags it serves the package's
-small model and drafts by copying from the text. It listens at once, answers 503 until the model is
+small model, and decodes plainly. It listens at once, answers 503 until the model is
 loaded, and compiles its programs while it serves. SIGTERM and Ctrl-C finish the running requests
 and stop it. Several processes serve as one if the environment says so (launch/local_processes); the
 first one listens.
@@ -12,9 +12,10 @@ import sys
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
-from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.serving.options import ServeOptions
 
 # Names of modules, as they are imported.
 _PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
@@ -22,7 +23,7 @@ _PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
 def define_flags(flags):
     """Define this command's flags."""
-    for kind in (ServeSpec, ServeOptions):
+    for kind in (ModelSpec, ServeOptions):
         define_settings(flags, kind)
     cli.define_common_flags(flags)
 
@@ -36,7 +37,7 @@ def main(flags) -> None:
             f"serve needs {', '.join(missing)}; run pip install 'clover-jax[serve]', or in a "
             "checkout pip install -e '.[serve]'"
         )
-    spec = settings_from(flags, ServeSpec)
+    spec = settings_from(flags, ModelSpec)
     options = settings_from(flags, ServeOptions, spec=spec, seed=flags.seed)
     say("starting JAX")  # these imports take seconds
     from clover_jax.runtime.distributed import joined_processes, primary_speaks

@@ -26,7 +26,7 @@ from clover_jax.data.prompts import (
     shipped_prompts,
     text_prompt,
 )
-from clover_jax.decoding.models import Models, identity_of, load
+from clover_jax.decoding.models import Models, identity_of, load, tree_notice
 from clover_jax.decoding.race import check_one_process, with_attention, with_fastest_tree
 from clover_jax.decoding.row_settings import GenerateOptions, GenerationSettings, sampling_for
 from clover_jax.decoding.row_state import Turn
@@ -188,6 +188,7 @@ def _run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, An
         if options.searches_tree:
             rules = sampling_for(settings, []), settings.warping
             models = with_fastest_tree(models, prompts, slots, *rules, resumed=options.begun)
+        say(tree_notice(spec, models))
         say(template_notice(prompts, models.tokenizer))
         say(shape_notice(spec.base))
         say(quantization_notice(spec.int8))

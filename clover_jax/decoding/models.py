@@ -56,6 +56,8 @@ MOST_COPIED_FROM = 2**16  # tokens of --copy_from
 # A draft without weights costs little more than the base's forward, so its trees are deep.
 TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
 
+SMALL_TREE = 8  # nodes; experiments/results/real_base.md has seconds of a CPU by nodes
+
 MOST_CONTEXT = 1024  # the default
 
 
@@ -182,6 +184,17 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
     if "draft" in parts:
         draft = dataclasses.replace(draft, params=jax.eval_shape(quantize_params, draft.params))
     return _with_draft(plain, draft, spec)
+
+
+def tree_notice(spec: ModelSpec, models: Models) -> str | None:
+    """Return a warning where a tree that nobody named is too large for a CPU; None elsewhere."""
+    if spec.tree or models.tree.num_nodes <= SMALL_TREE or jax.default_backend() != "cpu":
+        return None
+    tree = models.tree
+    return (
+        f"on a CPU a forward takes longer the more tokens it reads, and the tree {tree.name} has "
+        f"{tree.num_nodes} nodes; --tree=auto (generate, evaluate) finds the fastest"
+    )
 
 
 def check_names(spec: ModelSpec) -> None:

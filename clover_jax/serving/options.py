@@ -10,7 +10,7 @@ from pathlib import Path
 from clover_jax.decoding.sampling_config import DRAFT_SAMPLINGS
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
-from clover_jax.field_types import Setting, check_settings, declared_settings, setting
+from clover_jax.field_types import Setting, check_settings, setting
 
 KEY_VARIABLE = "CLOVER_JAX_API_KEY"
 LARGEST_DEFAULT_LEN = 8192  # tokens of a request where --max_model_len says nothing
@@ -20,18 +20,8 @@ _limit = functools.partial(setting, group="limits")
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeSpec(ModelSpec):
-    """What to decode with; without a draft it copies from the text, which needs no file."""
-
-    # The same flag as in `ModelSpec`, with another default.
-    draft: str = dataclasses.field(
-        default="lookup", metadata={"setting": declared_settings(ModelSpec)["draft"]}
-    )
-
-
-@dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """The flags of `serve` in addition to those of `ServeSpec`; seed: of requests without one."""
+    """The flags of `serve` in addition to those of `ModelSpec`; seed: of requests without one."""
 
     spec: ModelSpec
     seed: int = 0

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.data.chat_templates import words_of
-from clover_jax.decoding.models import Models, load
+from clover_jax.decoding.models import Models, load, tree_notice
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.errors import UserError
@@ -257,6 +257,7 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
             models = load(spec)
         say(shape_notice(spec.base))
         say(quantization_notice(spec.int8))
+        say(tree_notice(spec, models))
         keep_freed_memory()  # from here on: what loading has freed goes back to the system
         return models, Scheduler(models, options)
 

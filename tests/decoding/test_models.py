@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from clover_jax.config import RopeConfig
-from clover_jax.decoding.models import identity_of, load_shapes, params_hash
+from clover_jax.decoding.models import identity_of, load_shapes, params_hash, tree_notice
 from clover_jax.decoding.models import load as load_spec
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.drafters import registry
@@ -29,6 +29,14 @@ def test_the_tree_is_what_is_asked_else_the_draft_s_else_paper25(base, tmp_path)
     assert load(base, tree="none").tree.num_nodes == 0
     with pytest.raises(UserError, match="'chain:2' has 2 nodes and there is no draft to fill them"):
         load(base, tree="chain:2")
+
+
+def test_a_large_tree_that_nobody_named_is_told_on_a_cpu(base, tmp_path):
+    draft = save_tiny_draft(tmp_path / "a", base, tree=None)
+    for tree, told in ((None, True), ("paper25", False), ("auto", False)):
+        spec = ModelSpec(str(base), draft=str(draft), tree=tree)
+        assert bool(tree_notice(spec, load(base, draft))) == told
+    assert tree_notice(ModelSpec(str(base)), load(base)) is None
 
 
 def test_a_random_head_takes_options_of_its_kind():

@@ -7,8 +7,9 @@ import socket
 
 import httpx2
 
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.serving.app import make_app
-from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.service import Service
 from tests.serving.conftest import AREA, KEY, events_of, path_of, text_of
 
@@ -49,7 +50,7 @@ def ask_app(method, path, headers=None, **options):
     """Return what a server without models answers."""
 
     async def asked():
-        app = make_app(Service(ServeOptions(ServeSpec(), **options)))
+        app = make_app(Service(ServeOptions(ModelSpec(), **options)))
         transport = httpx2.ASGITransport(app=app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, headers=headers)

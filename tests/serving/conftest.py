@@ -11,7 +11,8 @@ import httpx2
 import pytest
 
 from clover_jax import api
-from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.run import open_port, serve
 from clover_jax.serving.service import Service
 
@@ -106,7 +107,7 @@ def server(tmp_path_factory):
     """A server of builtin:tiny that drafts by copies, with four slots and a short queue."""
     template = tmp_path_factory.mktemp("serving") / "template.jinja"
     template.write_text(TEMPLATE)
-    spec = ServeSpec("builtin:tiny", chat_template=str(template), tree="copy:9")
+    spec = ModelSpec("builtin:tiny", draft="lookup", chat_template=str(template), tree="copy:9")
     sizes = {"batch_size": 4, "max_model_len": 512, "max_waiting": 16}
     options = ServeOptions(spec, port=0, api_key=(KEY,), served_model_name="tiny", **sizes)
     service, begun = Service(options), queue.Queue()

@@ -8,9 +8,10 @@ import socket
 import pytest
 
 from clover_jax.decoding.sampling_config import SamplingParams
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.serving import run
-from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.run import open_port, published_sampling
 from tests.serving.asking import GREEDY, JSON, ask_app, refused, text, whole
 from tests.serving.conftest import AREA, KEY, MESSAGES
@@ -23,7 +24,7 @@ def test_nothing_is_answered_before_the_model_is_loaded(server):
 
 
 def test_a_small_write_waits_for_no_acknowledgement():
-    options = ServeOptions(ServeSpec("builtin:tiny"), port=0)
+    options = ServeOptions(ModelSpec("builtin:tiny"), port=0)
     with open_port(options) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:

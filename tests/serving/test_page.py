@@ -92,7 +92,7 @@ def test_the_page_is_there_before_the_model_and_without_a_key():
 @pytest.fixture(scope="module")
 def url():
     """Return the address of a server that asks for a key."""
-    command = (sys.executable, "-m", "clover_jax.serve", "--port=0")
+    command = (sys.executable, "-m", "clover_jax.serve", "--draft=lookup", "--port=0")
     environment = os.environ | {KEY_VARIABLE: KEY}
     with subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stderr=subprocess.PIPE, text=True

@@ -35,7 +35,7 @@ def process():
 @contextlib.contextmanager
 def serving(*flags, count=1, **variables):
     """Yield the command with more flags, as `count` processes, and its address."""
-    flags = ("--port=0", "--batch_size=2", "--max_model_len=256", *flags)
+    flags = ("--port=0", "--draft=lookup", "--batch_size=2", "--max_model_len=256", *flags)
     launch = [] if count == 1 else [LAUNCH, str(count)]
     command, pipe = [*launch, *PYTHON, "-m", "clover_jax.serve", *flags], subprocess.PIPE
     how = {"cwd": REPOSITORY, "env": os.environ | variables, "text": True}
