@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -289,8 +288,6 @@ def test_alibi_slopes_are_blooms(torch, num_heads):
     np.testing.assert_allclose(alibi_slopes(num_heads), distances[:, 0, 1].numpy(), rtol=1e-6)
 
 
-EXTRA_BASE = os.environ.get("CLOVER_JAX_EXTRA_BASE")
-
 FACTORS = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, **FACTORS}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -355,17 +352,3 @@ def test_packed_documents_equal_each_alone(make_pair):
 def test_ragged_rows_decoded_with_a_cache(make_pair, cache_length):
     model, base = make_pair()
     assert_ragged_decoding(lambda ids: torch_logits(model, ids), base, cache_length)
-
-
-@pytest.mark.skipif(not EXTRA_BASE, reason="CLOVER_JAX_EXTRA_BASE names no folder")
-def test_logits_of_the_extra_base():
-    """A trained model of one's own choice: CLOVER_JAX_EXTRA_BASE=DIR."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    model = LlamaForCausalLM.from_pretrained(EXTRA_BASE, dtype=torch.float32).eval()
-    base = load_base(EXTRA_BASE)
-    ids = random_ids(200, base.config.vocab_size)
-    found, expected = our_logits(base, [ids])[0], torch_logits(model, ids)
-    print(f"largest difference {np.abs(found - expected).max():.2e}")
-    np.testing.assert_allclose(found, expected, **CLOSE)
