@@ -75,7 +75,7 @@ class RopeConfig(JsonConfig):
     theta: float = 10_000.0
     kind: str = "default"
     # For kinds that scale. Each model sets its factor; the other defaults are Llama 3.1's, and
-    # for the betas those of YaRN's paper.
+    # for the betas the values of YaRN's paper.
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -267,8 +267,8 @@ class LossSpec(JsonConfig):
     divisor: what each sum over pairs is divided by: the number of "pairs" of its position that
         count, that of all "positions" of the batch, or the sum of the "weights" of such pairs.
     divisor_offset: added to the divisor.
-    pairs: which pairs count (`training/pairs.py`): those that "decoding" meets, or those of the
-        "release" of Clover-2 and EAGLE, which leaves out the first token that each answer drafts.
+    pairs: which pairs count (`training/pairs.py`): the ones that "decoding" meets, or those that
+        the "release" of Clover-2 and EAGLE counts, which leaves out the first token that each answer drafts.
     proposable: a reduced vocabulary counts soft_ce and total_variation where it has the "text"'s
         next token, or where it has the "base"'s most probable one, which needs all its logits.
     """
@@ -311,7 +311,7 @@ class LossSpec(JsonConfig):
 
         Raises ValueError for a dropped term that the head was trained with.
         """
-        # An unused term is no reason to refuse a head.
+        # A head may have a term that it does not use.
         values = dict(values)
         values.pop("lk_eta", None)
         for name in ("neg_log_acceptance", "lk", "label_mask"):

@@ -79,7 +79,7 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(),
         active_processes={jax.process_index()} if several else None,
-        # A prefix of its own keeps its barriers apart from those of the training checkpoints.
+        # A prefix of its own keeps its barriers apart from the training checkpoints'.
         barrier_sync_key_prefix="draft" if several else None,
     )
     with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:

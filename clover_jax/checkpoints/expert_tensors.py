@@ -86,7 +86,7 @@ def parse_mixtral_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
 def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Qwen3-MoE config into ours: some layers may have one plain MLP."""
-    # Published configs and those of transformers name the number of experts differently.
+    # Published configs and transformers' name the number of experts differently.
     name = "num_local_experts" if "num_local_experts" in values else "num_experts"
     values = QWEN3_MOE_DEFAULTS | {name: 128} | values | {"mlp_bias": False}
     for count in ("moe_intermediate_size", "decoder_sparse_step"):

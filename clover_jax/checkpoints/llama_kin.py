@@ -223,7 +223,7 @@ def _text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _qwen3_vl_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return `base_leaves` by the names that the text has beside the part for images."""
+    """Return `base_leaves` by the names that the text has next to the part for images."""
 
     def named(piece: Piece) -> Piece:
         name = re.sub(r"^model\.", "model.language_model.", piece.name)

@@ -202,5 +202,5 @@ def random_base(source: str, dtype: jnp.dtype, place: Place | None) -> BaseModel
     """Return the base that `shape:...` stands for, with random weights and no tokenizer."""
     config = shape_config(source)
     params = random_params(base_shapes(config, dtype), 0, place)
-    # A folder that does not exist: there is no tokenizer and there are no prompts.
+    # A folder that does not exist, without a tokenizer and prompts.
     return BaseModel(config=config, params=params, directory=Path(source), source=source)

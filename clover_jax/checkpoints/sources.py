@@ -47,9 +47,7 @@ def find_directory(source: str) -> Path:
         path = Path(str(importlib.resources.files("clover_jax") / "assets" / name))
         # The pattern keeps a name from leading out of the assets.
         if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
-            raise UserError(
-                f"there is no built-in base {name!r}; the built-in base is builtin:tiny"
-            )
+            raise UserError(f"unknown built-in base {name!r}; the built-in base is builtin:tiny")
         return path
 
     # A folder wins: its name never reaches the network.

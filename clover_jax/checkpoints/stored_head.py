@@ -84,7 +84,7 @@ class StoredHead:
 def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | None]:
     """Return a head's folder and its layout, None for a native one; arguments as in `load_draft`.
 
-    Raises UserError if there is no head, or if `rope_theta` is given for a native head.
+    Raises UserError without a head, or if `rope_theta` is given for a native head.
     """
     directory = find_directory(source)
     native = native_directory(directory)

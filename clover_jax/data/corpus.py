@@ -107,7 +107,7 @@ def _read_module(path: Path) -> str | None:
         text = path.read_text(encoding="utf-8").removeprefix("\ufeff")
         parse_module(text)
     except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
-        # Test libraries hold files that are broken on purpose; they are no language to learn.
+        # Test libraries hold files that are broken on purpose; they teach no language.
         return None
     table_like = len(re.findall(r"[0-9\\]", text)) / len(text)
     return None if table_like > _MAX_TABLE_FRACTION else text

@@ -183,7 +183,7 @@ def open_rows(path: Path) -> Iterator[IO[bytes]]:
         with opener(path, "rb") as file:
             yield file
     except broken as error:
-        # The system's own errors have a number, those of broken content have none.
+        # The system's own errors have a number, errors of broken content have none.
         if suffix not in _PACKED or getattr(error, "errno", None):
             raise
         raise UserError(f"{path}: not a whole {_PACKED[suffix]} file ({error})") from None

@@ -103,7 +103,7 @@ def is_about_data(path: Path) -> bool:
 def read_file(path: Path) -> Rows | str:
     """Return the rows of a file, read one by one where it is large, or its text.
 
-    Raises UserError for a file that is not whole, UnicodeDecodeError for one that is no text.
+    Raises UserError for a file that is not whole, UnicodeDecodeError for one that is not text.
     """
     if path.suffix.lower() in TABLES:
         return table_rows(path)

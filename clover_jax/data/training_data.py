@@ -190,11 +190,11 @@ def read_records(spec: str) -> Records:
         elif part.startswith("builtin:"):
             raise UserError(f"--data={part} is unknown; the built-in corpus is {BUILTIN}")
         else:
-            # Its shards are no text, and its regenerated rows would be trained on a second time.
+            # Its shards are not text, and its regenerated rows would be trained on a second time.
             if is_prepared(part):
                 raise UserError(
                     f"--data: {part} was made by `prepare`: it is tokenised already, and its files "
-                    "are no texts; give it to `train`, alone"
+                    "are not texts; give it to `train`, alone"
                 )
             others += _read_part(part, unread)
     tell_unread(unread, f"--data={spec}")

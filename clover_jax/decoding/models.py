@@ -171,7 +171,7 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
         )
     base, parts = describe_base(spec.base), parse_parts(spec.int8)
-    # The same functions as in `load`, traced, so that the shapes are those of loaded params.
+    # The same functions as in `load`, traced, so that the shapes equal loaded params'.
     shapes = base_shapes(base.config, resolve_dtype(spec.dtype))
     params = jax.eval_shape(functools.partial(quantize_base, parts=parts), shapes)
     base = dataclasses.replace(base, params=params)

@@ -31,7 +31,7 @@ class Request:
     sources: other texts that the answer may repeat, as token ids; they change no text.
     min_new_tokens: tokens to emit before an EOS token may be chosen.
     logit_bias: (token id, what is added to the base's logit of it) of some tokens.
-    wants_scores: whether each output token's log-probability is wanted, with those of the most
+    wants_scores: whether each output token's log-probability is wanted, with the scores of the most
         probable tokens at its place. wants_prompt_scores: the prompt's too.
     shares_prompt: whether the whole of a prompt that another slot holds is taken from there, but
         for its last token, which gives the first new one. (Otherwise whole chunks are taken, so

@@ -29,7 +29,7 @@ from clover_jax.runtime.dtypes import exact_matmuls
 
 
 class Samples(NamedTuple):
-    """N = prompts x n completions, those of one prompt in a row; L = `max_new_tokens`.
+    """N = prompts x n completions, prompt by prompt; L = `max_new_tokens`.
 
     Arrays of NumPy, of the same shapes in every call with as many prompts, so that a jitted learner
     compiles once.

@@ -103,7 +103,7 @@ class StepConfig:
         """Return why children cannot be drawn from the draft; None where they can."""
         if isinstance(self.tree, CopyTree):
             return (
-                f"tree {self.tree.name!r} has copies, which are no draws from the draft: use "
+                f"tree {self.tree.name!r} has copies, which are not drawn from the draft: use "
                 "draft_sampling topk, or a tree without copies"
             )
         # Scores of these heads come from a fixed table of guesses: no distribution to draw from.
@@ -114,7 +114,7 @@ class StepConfig:
             )
         if isinstance(self.tree, AdaptiveTree):
             return (
-                f"tree {self.tree.name!r} is chosen by probability, so its children are no draws: "
+                f"tree {self.tree.name!r} is chosen by probability, so its children are not drawn: "
                 "use draft_sampling topk, or a static tree with sampled"
             )
         if self.tree.has_rank_gaps:
@@ -390,7 +390,7 @@ def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) 
     """Return the same as `largest`, computed for one part of the vocabulary at a time.
 
     A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
-    of 128k they are 203 MiB. Slices with constant bounds are read in place, those of a loop copied.
+    of 128k they are 203 MiB. Slices with constant bounds are read in place, a loop's are copied.
     """
     # Keep the best of the parts seen so far.
     shape, vocabulary = hidden.shape[:-1], matrix.shape[0]
@@ -500,7 +500,7 @@ def commit(
     new = new.replace(tokens=keep_rows(running, new.tokens, state.tokens))
     copied = None
     if tree.copied is not None:
-        # Beyond the accepted path lies slot 0, the root, which is no copy.
+        # Beyond the accepted path lies slot 0, the root, which is not a copy.
         on_path = jnp.take_along_axis(tree.copied, accepted.path, axis=1)
         copied = jnp.where(running, on_path.sum(axis=-1), 0)
     return new, StepRecord(

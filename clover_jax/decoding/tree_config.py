@@ -206,7 +206,7 @@ class CopyTree(JsonConfig):
     """A tree with room for copies of the text (`tree.add_copies`).
 
     drafted: what the head drafts; the root alone where everything is copied.
-    copies: additional nodes; those of a static tree stay, those of an adaptive tree compete.
+    copies: additional nodes; the nodes of a static tree stay, an adaptive tree's compete with them.
     """
 
     name: str = dataclasses.field(compare=False)

@@ -1,8 +1,8 @@
 """Layers over blocks of slots: attention to the text and to their own block, with convolutions.
 
 Attention goes from a slot to c_0 .. c_t, the states of the text, and to all slots of its own block,
-at their true positions. The same matrices make keys and values of both; those of c are cached,
-those of slots never. With x = norm(h), in every layer
+at their true positions. The same matrices make keys and values of both; c's are cached,
+the slots' never. With x = norm(h), in every layer
 
     h += after(attention(before(x)))
     h += after(mlp(before(x)))
@@ -171,7 +171,7 @@ def attend_last(
 ) -> Float[Array, "B K G T H"]:
     """Attend from the last `size` rows, a block's slots, to what is seen and to the cache."""
     mask = jnp.repeat(seen[:, None], size, axis=1)  # all slots see alike
-    # One product made queries of the context's rows too; only those of the slots are wanted.
+    # One product made queries of the context's rows too; only the slots' are wanted.
     return attend(query[:, :, :, -size:], fresh, mask, cache, length)
 
 
@@ -183,7 +183,7 @@ def attend_blocks(
 ) -> Float[Array, "B K G T H"]:
     """Attend from the slots of M blocks, each to its own block and to what it sees of the text.
 
-    fresh: the keys and values of the text's S positions, then those of the slots, block by block.
+    fresh: the keys and values of the text's S positions, then of the slots, block by block.
     """
     # Queries of the text's rows are dropped: only their keys and values are used.
     num_blocks, size = seen.shape[1:]

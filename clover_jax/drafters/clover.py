@@ -108,7 +108,7 @@ class CloverConfig(DrafterConfig):
 
 
 class RegressiveMLP(nn.Module):
-    """x + SiLU(W [norm(x) ; e] + b), the residual block of the heads with the token beside x.
+    """x + SiLU(W [norm(x) ; e] + b), the residual block of the heads, which read the token and x.
 
     The paper says only that an MLP takes the decoder's place. That it is what the paper calls an
     MLP in the heads, and that x is normed as the decoder's query is, are ours.
@@ -228,7 +228,7 @@ class Clover(Drafter):
         return self.regressive.mix(state, self._read(frozen, token))
 
     def _read(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Array:
-        # A row's length follows its token's frequency, which is no use to the state.
+        # A row's length follows its token's frequency, which tells the state nothing.
         rows = embed(frozen, tokens)
         direction = l2_normalize(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
         assert self.regressive is not None  # the caller has checked

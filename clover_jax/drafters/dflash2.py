@@ -16,7 +16,7 @@ best, a tree branches over them, and softmax(S) over the K is what a sampled dra
 
 Losses: the cross-entropy of U to the text, and that of S where the true token is one of the K, with
 the text's token as a. Slot k weighs exp(-(k - 1) / gamma). A step trains blocks at M places of each
-row, drawn anew; all of them go through one forward.
+row, drawn again at each step; all of them go through one forward.
 
 fc [n, D, D], A, B [V, r], G [D, r]. Initialisation: A normal, B zero, so that the selector begins
 at nothing; norm as the base's final one; the rest random. Without convolution (`conv_taps=0`) and
@@ -185,7 +185,7 @@ class DFlash2(Drafter):
         context = self._context(accepted.features)
         u, fresh = self._run(context, slots, jnp.concatenate(positions, 1), own, cache, start)
 
-        # Only the context's keys and values enter the cache; those of the slots are dropped.
+        # Only the context's keys and values enter the cache; the slots' are dropped.
         rows = jax.tree.map(lambda x: x[:, :, :size], fresh)
         cache = over_rows_and_heads(write_rows, cache, rows, ordered_after(start, u))
         # Slot 0 holds the anchor, which is known.

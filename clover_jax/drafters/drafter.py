@@ -1,6 +1,6 @@
 """The contract of a drafter: the interface through which engine and trainer use a draft head.
 
-The base is the target model. A drafter is a linen module with these methods, beside a frozen
+The base is the target model. A drafter is a linen module with these methods, next to a frozen
 config (`DrafterConfig`). The base's matrices are passed in as `Frozen`, never copied into the
 head's params. Indexing: the base has read x_0 .. x_t; its features at t, paired with x_{t+1}, let
 position i of the head propose x_{t+2+i}.
@@ -21,10 +21,10 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.models.int8 import Matrix, take_rows
 
-DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
+DRAFT_ROWS = "draft_lm_head"  # leaf next to the base's params
 PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 State = Any  # a pytree of the drafter's own; leaves [B, W, ...], or what all branches share
-DraftCache = Any  # likewise; leaves [B, ...], of which those of a `KeyValue` grow with the text
+DraftCache = Any  # likewise; leaves [B, ...], of which a `KeyValue`'s grow with the text
 
 
 class Frozen(struct.PyTreeNode):
@@ -234,7 +234,7 @@ def frozen_from_base(base_params: Params) -> Frozen:
 
 
 def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
-    """Return the base's params and, for a reduced vocabulary, its rows of lm_head beside them.
+    """Return the base's params and, for a reduced vocabulary, its rows of lm_head too.
 
     Steps get these: within a step the rows would be gathered again each time, which costs more
     than the smaller matrix saves.

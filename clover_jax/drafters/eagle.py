@@ -69,7 +69,7 @@ class Eagle(LayerDrafter):
 
     def setup(self):
         # fc is stored as two matrices, of the embedding and of the state, so that neither input is
-        # copied to lie beside the other.
+        # copied to lie next to the other.
         width = self.config.layer.hidden_size
         self.fc = self.param("fc", matrix_init(2 * width), (2, width, width))
         if self.config.fc_bias:

@@ -9,7 +9,7 @@ and e its input embedding, frozen:
     lm_head norm_o(o_t)                     proposes x_{t+2}; both are the head's own
 
 Drafting on, o_t takes the place of s_{t+1}. Training does the same ("training-time test"): step j
-reads e(x_{t+1+j}) beside the output of step j-1 at t, at position t+j, and attends to step 0's keys
+reads e(x_{t+1+j}) and the output of step j-1 at t, at position t+j, and attends to step 0's keys
 up to t and, of each step 1..j, to the key at its own t.
 """
 

@@ -1,6 +1,6 @@
 """Heads of EAGLE's kind: one decoder layer that reads its own output.
 
-The layer reads the embedding of x_{t+1} beside a state at t. For committed positions that state
+The layer reads the embedding of x_{t+1} and a state at t. For committed positions that state
 comes from the base; below the root of a tree it is the layer's own output at the parent. Every
 branch carries the keys and values of its own path, so that a level is attended to without a mask
 over the tree, and a branch moves to another place of the beam as a whole.
@@ -27,7 +27,7 @@ from clover_jax.models.score_rules import ScoreRules, scaled
 
 
 class Path(struct.PyTreeNode):
-    """Keys and values that one branch alone sees: those of the j drafted tokens that led to it.
+    """Keys and values that one branch alone sees: the j drafted tokens that led to it.
 
     key, value: [B, W, j, K, H]
     """
@@ -49,7 +49,7 @@ class BranchState(struct.PyTreeNode):
     """W branches of a drafted tree.
 
     hidden: [B, W, D] the layer's output at the branch's last token.
-    path:   what the branch attends to beside the committed cache.
+    path:   what the branch attends to in addition to the committed cache.
     length: [B, W] committed positions, the same for all branches of a row.
     """
 

@@ -7,7 +7,7 @@ continuations, so that a tree has something to branch on. With m_j as in `text_m
     P(k-th)         r(m) of what the candidates before it have left
 
 r is how often what followed a match of that length follows again. A branch is its last tokens: a
-drafted token makes another suffix, which is looked up in the text anew.
+drafted token makes another suffix, which is looked up in the text again.
 """
 
 from __future__ import annotations

@@ -160,5 +160,5 @@ def init_from_base(config: MedusaConfig, params: Params, base_params: Params, rn
     frozen = frozen_from_base(with_draft_rows(base_params, config))
     lm_head = widen(output_matrix(config, frozen), frozen.embedding.dtype)
     zeros = jax.tree.map(jnp.zeros_like, params["heads"])
-    # All params beside the residual blocks are output matrices.
+    # All params other than the residual blocks are output matrices.
     return dict.fromkeys(params, lm_head) | {"heads": zeros}

@@ -92,7 +92,7 @@ def _load_file(path: str, name: str) -> _Kind:
     """
     spec = importlib.util.spec_from_file_location(f"drafter_file_{Path(path).stem}", path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise UserError(f"drafter {path}:{name}: there is no such file")
+        raise UserError(f"drafter {path}:{name}: no such file")
     file = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = file  # annotations are looked up there
     spec.loader.exec_module(file)

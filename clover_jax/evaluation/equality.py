@@ -72,7 +72,7 @@ Comparisons = Mapping[int, Sequence[Divergence | None]]
 
 
 def compare_passes(rows: Rows, passes: Iterable[TimedPass], plain: Rows) -> Comparisons:
-    """Compare the text of each row's first pass, then those of later passes that differ from it."""
+    """Compare the text of each row's first pass, then the texts of later passes that differ."""
     compared = {number: compare_rows(row, plain[number]) for number, row in rows.items()}
     for one in passes:
         size, repeat = one.batch_size, one.repeat

@@ -51,7 +51,7 @@ class DraftChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The flags of `evaluate` in addition to those of `ModelSpec` and `GenerationSettings`.
+    """The flags of `evaluate` in addition to `ModelSpec` and `GenerationSettings`.
 
     spec: of plain decoding; a draft's spec has another draft and tree. workdir: default `output`.
     """
@@ -81,7 +81,7 @@ class Options:
         None,
         "FILE,FILE: prompt rows, .jsonl (also .gz, .xz); a row's `category` names its task in the "
         "report, else its file does; a final assistant message is dropped and decoded again "
-        "[those of the base's folder]",
+        "[the base's own]",
     )
     output: str | None = setting(None, "folder for the report [the workdir]")
     batch_size: int = setting(
@@ -167,7 +167,7 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """The flags of `convert` in addition to those of `ModelSpec`, which names the head's base."""
+    """The flags of `convert` in addition to `ModelSpec`, which names the head's base."""
 
     spec: ModelSpec
     input: str = setting("", "the head to convert")

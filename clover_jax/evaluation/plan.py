@@ -132,7 +132,7 @@ class TimedPass:
     """One method decoding one task once.
 
     seconds: wall time, compilation taken out. compile_seconds: what was taken out.
-    changed: the rows whose tokens differ from those of the method's first pass, as they came out.
+    changed: the rows whose tokens differ from the method's first pass, as they came out.
     session: number of the start of the command, from 0. conditions: hardware, versions and mesh,
     as JSON values. revision: of this code, as `git_revision` returns it.
     """
@@ -316,7 +316,7 @@ def load_methods(
 
 
 def choose_baselines(options: Options, settings: GenerationSettings) -> list[DraftChoice]:
-    """Return the baselines to measure: all training-free drafts, or those of `--baselines`."""
+    """Return the baselines to measure: all training-free drafts, or the ones in `--baselines`."""
     words = map(str.strip, (options.baselines or "").split(","))
     names = list(dict.fromkeys(filter(None, words)))
     if names == [NO_DRAFT]:

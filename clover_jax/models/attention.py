@@ -62,8 +62,8 @@ class CacheReadPolicy:
 
 # On GPU a trip count that depends on data makes the device wait for the host, a slice of the cache
 # is copied before its product, and every kernel costs its launch: the whole cache at once. Products
-# that share the query are merged, and for that the cache is copied to lie beside the fresh rows.
-# Scores and weights are stored between kernels: those of a few rows take little memory, and 48 MiB
+# that share the query are merged, and for that the cache is copied to lie next to the fresh rows.
+# Scores and weights are stored between kernels: a few rows' take little memory, and 48 MiB
 # of them stay in an H200's cache. A group of rows is a part of the cache with constant bounds,
 # which is read where it lies.
 # On TPU every chunk has its overhead, and scores that do not fit in the core's memory are spilled.

@@ -67,7 +67,7 @@ def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
             f"({', '.join(registry.DRAFTERS)}) nor one of pre_norm, post_norm, layer_0 to "
             f"layer_{base.num_layers - 1}"
         )
-    # With g for the loss, and all that was named: a head that reads g alone needs it kept beside h.
+    # With g for the loss, and all that was named: a head that reads g alone needs g as well as h.
     # Sorted, so that a list in another order is the same data.
     return tuple(sorted({*names, *stored_names(tuple(names))}))
 

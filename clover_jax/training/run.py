@@ -112,7 +112,7 @@ class Trainer:
             if self._due(self.settings.log_every, done):
                 self._log(done, watch.settle(), clock)
             # Saved before it is measured: a run that is stopped meanwhile measures when it resumes.
-            # The clock stands still, so that tokens a second are those of training alone.
+            # The clock stands still, so that tokens a second count training alone.
             is_saved = self._due(self.settings.checkpoint_every, done)
             if is_saved:
                 watch.settle()
@@ -261,7 +261,7 @@ def run_training(
         # The same command again costs a finished run no loading.
         finished = None if overwrite else _finished_report(workdir, settings)
         if finished is not None:
-            # Fewer steps change nothing of it: its rates are those of a schedule that ended there.
+            # Fewer steps change nothing of it: its rates are from a schedule that ended there.
             settings = dataclasses.replace(settings, steps=finished["steps"])
             if recorded_settings(workdir) == settings:
                 return finished

@@ -1,4 +1,4 @@
-"""The settings of `train`, which of them may change when it is resumed, and those of `prepare`."""
+"""The settings of `train` and `prepare`, and which of `train`'s may change when it is resumed."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def check_resumable(
         return
     before, now = recorded.to_dict(), settings.to_dict()
 
-    # By content first: under another name the same data are no change.
+    # By content first: the same data under another name do not count as a change.
     began_with = read_json_object(workdir / SETTINGS)["identity"]
     for name, value in identity.items():
         if began_with.get(name, value) != value:
@@ -201,7 +201,7 @@ def record_settings(
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """The flags of `prepare` beside those of `ModelSpec` and `SamplingParams`.
+    """The flags of `prepare` in addition to `ModelSpec` and `SamplingParams`.
 
     data, seq_len: as in `TrainSettings`.
     workdir: where the data go without `output`.
@@ -229,7 +229,7 @@ class PrepareOptions:
     feature_dtype: str = setting("bfloat16", "how they are kept", choices=("bfloat16", "float32"))
     batch_size: int = setting(8, "rows that the base reads at once", least=1)
     yes: bool = setting(False, "agree to more than 10 GB of activations")
-    overwrite: bool = setting(False, "start --output anew, whatever is there")
+    overwrite: bool = setting(False, "start --output again and replace what is there")
     regenerate: bool = setting(
         False, "replace the answers by those that the base itself gives; --draft makes it faster"
     )

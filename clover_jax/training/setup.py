@@ -219,7 +219,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
                 settings.eval_prompts, data.heldout, base, tokenizer, wanted
             )
         except NoPromptFits as error:
-            # Small data may hold out nothing, which is no reason not to train on it.
+            # Small data may hold out nothing, and can be trained on all the same.
             if settings.eval_prompts is not None:
                 raise
             say(f"tau will not be measured: {error}")

@@ -39,7 +39,7 @@ SCHEDULES = {
     "cosine": optax.cosine_decay_schedule,
 }
 
-# With `remat` residuals are products with weights, not those of attention, which grow with S^2.
+# With `remat` the residuals are products with weights, not attention's, which grow with S^2.
 KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
@@ -215,7 +215,7 @@ def _with_anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Batch:
 def fit_scale(
     config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
 ) -> TrainState:
-    """Return a fresh state whose head is no worse than guessing at any position of a batch.
+    """Return a fresh state whose head is at least as good as guessing at every position of a batch.
 
     The cross-entropy is convex in the scale of the logits, and log Vd (guessing) at a scale of 0.
     So going down from the scale at which the method begins, in steps of sqrt(1/2), finds one where
@@ -280,7 +280,7 @@ def batch_gradient(
     """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
     features = config.head.config.features
     teacher = teach(config.base, base_params, features, batch, config.mesh)
-    # Outside of the gradient, so that the teacher's activations are no residuals.
+    # Outside of the gradient, so that the teacher's activations are not kept as residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     # The loss reads few of these leaves; the compiler drops the gathers of the others.
     whole = gathered(base_params, config.mesh)

@@ -101,8 +101,8 @@ def read_base(
         in_turn = _gathered_in_turn(gather, [(name, params[name]) for name in layers])
         return read(rest, *packed, layer_params=in_turn)
 
-    # Tokens are sorted by their experts: left alone, the compiler sorts those of all devices on
-    # each, and computes all of them.
+    # Tokens are sorted by their experts: left alone, the compiler sorts all devices' tokens on each
+    # device, and computes all of them.
     return over_rows_of(mesh, read_here, base_params, *packed)
 
 

@@ -131,8 +131,8 @@ def test_what_is_fetched_of_a_repository(monkeypatch, tmp_path, name):
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("builtin:huge", "there is no built-in base 'huge'; the built-in base is builtin:tiny"),
-        ("builtin:../models", "there is no built-in base '../models'"),
+        ("builtin:huge", "unknown built-in base 'huge'; the built-in base is builtin:tiny"),
+        ("builtin:../models", "unknown built-in base '../models'"),
         ("nowhere", "'nowhere' is neither a folder, nor a hub id like owner/name, nor built"),
         ("/no/such/place", "the folder /no/such/place does not exist"),
         ("./place", "the folder ./place does not exist"),

@@ -104,7 +104,7 @@ def test_a_file_without_the_head_is_named(tmp_path, monkeypatch):
     (tmp_path / "my_head.py").write_text("class Bigram:\n    pass\n")
     monkeypatch.chdir(tmp_path)
     for name, message in {
-        "nothing.py:Bigram": "there is no such file",
+        "nothing.py:Bigram": "no such file",
         "my_head.py:Trigram": "has no class 'Trigram' that extends Drafter",
         "my_head:Bigram": "or FILE.py:CLASS",
     }.items():
