@@ -267,8 +267,8 @@ class LossSpec(JsonConfig):
     divisor: what each sum over pairs is divided by: the number of "pairs" of its position that
         count, that of all "positions" of the batch, or the sum of the "weights" of such pairs.
     divisor_offset: added to the divisor.
-    pairs: which pairs count (`training/pairs.py`): the ones that "decoding" meets, or those that
-        the "release" of Clover-2 and EAGLE counts, which leaves out the first token that each answer drafts.
+    pairs: which pairs count (`training/pairs.py`): "decoding", those that decoding meets, or
+        "release", as Clover-2's and EAGLE's code has it: an answer's first draft is left out.
     proposable: a reduced vocabulary counts soft_ce and total_variation where it has the "text"'s
         next token, or where it has the "base"'s most probable one, which needs all its logits.
     """
