@@ -48,7 +48,7 @@ def define_flags(flags):
     define_settings(flags, BenchSettings)
     define_settings(flags, ModelSpec, "draft", "tree", "int8", "attention")
     flags.set_default("draft", "random:clover2")  # any weights cost the same
-    cli.define_common_flags(flags)
+    cli.define_common_flags(flags, "workdir", "seed")
 
 
 def main(flags) -> int:

@@ -31,7 +31,7 @@ def define_flags(flags):
     """Define this command's flags."""
     define_settings(flags, ConvertOptions)
     define_settings(flags, ModelSpec, "draft_rope_theta", "allow_base_mismatch")
-    cli.define_common_flags(flags)
+    cli.define_common_flags(flags, "workdir", "seed", "mesh")
 
 
 def main(flags) -> int:

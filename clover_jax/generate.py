@@ -20,7 +20,7 @@ def define_flags(flags):
     # In the order in which --help lists them.
     for kind in (GenerateOptions, ModelSpec, GenerationSettings):
         define_settings(flags, kind)
-    cli.define_common_flags(flags)
+    cli.define_common_flags(flags, "workdir")
 
 
 def main(flags) -> int:

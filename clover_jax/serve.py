@@ -25,7 +25,7 @@ def define_flags(flags):
     """Define this command's flags."""
     for kind in (ModelSpec, ServeOptions):
         define_settings(flags, kind)
-    cli.define_common_flags(flags)
+    cli.define_common_flags(flags, "workdir")
 
 
 def main(flags) -> None:

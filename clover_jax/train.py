@@ -2,9 +2,10 @@
 
     python -m clover_jax.train --drafter=clover2 --data=builtin:python --steps=400 --workdir=runs/a
 
-Training data (--data): text files, folders or globs of them, .jsonl (also .gz, .xz) with rows of
-prompt and response, messages, text, or the prompt_ids and output_ids that `generate --output`
-writes; a folder that `prepare` made; builtin:python is the Python standard library of this machine.
+Training data (--data): text files, folders or globs of them; .jsonl (also compressed), Parquet or
+Arrow with rows of prompt and response, messages, text, or the prompt_ids and output_ids that
+`generate --output` writes; a folder that `prepare` made; builtin:python, the standard library of
+this machine's Python.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
 best/ (the highest measured tau, since the prompts, tree or tokens to measure with last changed).

@@ -8,8 +8,8 @@ at every use, which is done here once, when it is loaded.
 
 Every fourth layer of SmolLM3 does not rotate. Granite multiplies embeddings, scores and what each
 layer adds by numbers of its config, and divides logits by one: the last two are multiplied into the
-matrices and the final norm when they are read. Of Qwen3-VL the text is read, which is a Qwen3:
-without images its three rotations are one.
+matrices and the final norm when they are read. Of Qwen3-VL the text model is read, a Qwen3: for
+text-only input M-RoPE reduces to RoPE.
 
 Gemma 2 and 3 norm the outputs of attention and MLP, scale embeddings by the square root of the
 width, gate with GELU, and alternate layers with and without a window; their norms are stored as w

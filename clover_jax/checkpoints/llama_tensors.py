@@ -20,7 +20,8 @@ from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig, LayerConfig
 
-# Norms around the MLP, ours -> stored, by `post_norms`: "post_attention" means it literally then.
+# Norms around the MLP, ours -> stored, by `post_norms`. With them "post_attention" really follows
+# attention.
 _NORMS_AROUND_MLP = {
     False: {"mlp_norm": "post_attention"},
     True: {
@@ -32,7 +33,10 @@ _NORMS_AROUND_MLP = {
 
 
 def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
-    """Return the leaves of the base in the order of the forward pass; `prefix` begins all names."""
+    """Return the leaves of the base in the order of the forward pass.
+
+    prefix: prepended to every name.
+    """
     matrix = (config.vocab_size, config.hidden_size)
     leaves = [whole(("embedding",), f"{prefix}model.embed_tokens.weight", matrix)]
     for index in range(config.num_layers):
@@ -48,7 +52,7 @@ def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
 def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
     """Return `base_leaves` where the parts of some leaves are stacked in one stored matrix.
 
-    names: of such a matrix, by the last key of its leaf: {"qkv": "W_pack"}.
+    names: stored name of each packed matrix, by the last key of its leaf: {"qkv": "W_pack"}.
     """
     leaves = base_leaves(config)
     for index, leaf in enumerate(leaves):

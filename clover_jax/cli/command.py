@@ -84,6 +84,8 @@ def run(
             print(help_text(command, module.__doc__ or "", flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
+        for name in command_flags.idle_flags(flags):
+            _say(command, f"--{name} has no effect here")
         use_compilation_cache()
         status = main(flags)
         # A full disk behind stdout is found here.

@@ -152,10 +152,18 @@ class _Flagfiles:
     )
 
 
-def define_common_flags(flags: absl_flags.FlagValues) -> None:
-    """Define the flags of every command."""
+def define_common_flags(flags: absl_flags.FlagValues, *idle: str) -> None:
+    """Define the flags of every command; idle: the ones that have no effect on this one."""
     define_settings(flags, _CommonFlags)
     define_settings(flags, ModelSpec, "mesh")
+    for name in idle:
+        flags[name].help = "of every command; this one does not read it"
+        flags[name].is_idle = True
+
+
+def idle_flags(flags: absl_flags.FlagValues) -> list[str]:
+    """Return the flags that were given and have no effect."""
+    return [name for name in flags if flags[name].present and hasattr(flags[name], "is_idle")]
 
 
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:

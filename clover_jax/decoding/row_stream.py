@@ -56,7 +56,9 @@ class RowTotals(AcceptedLengths):
             share = 100 * count / max(self.forwards, 1)
             if count:
                 shares.append(f"{accepted}: {f'{share:.0f}' if share >= 0.5 else 'below 1'} %")
-        drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if counts[1:] else ""
+        drafted = (
+            f"; drafted tokens accepted per forward: {', '.join(shares)}" if counts[1:] else ""
+        )
         return f"tau {tau}, {self.tokens} tokens in {self.forwards} forwards{speed}{drafted}"
 
 

@@ -26,9 +26,9 @@ class ModelSpec(ChatSettings, BaseSettings):
 
     draft: str = _draft(
         NO_DRAFT,
-        "a draft directory, a training workdir, or a folder in an official layout; lookup and "
-        "recycle need none: they propose the continuation of the latest earlier match in the "
-        "text, and the base's earlier predictions after the same token; none decodes plainly",
+        "a draft directory, a training workdir, a hub id, or a folder in an official layout; "
+        "lookup: the continuation of the latest earlier match in the text; recycle: the base's "
+        "earlier predictions after the same token; none: plain decoding",
     )
     tree: str | None = _draft(
         None,
@@ -39,13 +39,11 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     copy: int = _draft(
         0,
-        "nodes added to the tree for the continuation of the latest earlier match in the text, as "
-        "in --tree=TREE+copy:NODES",
+        "prompt-lookup nodes added to the tree, the continuation of the latest earlier match in "
+        "the text, as in --tree=TREE+copy:NODES",
         least=0,
     )
-    copy_from: str | None = _draft(
-        None, "a text file that copies may also come from, the same for all rows"
-    )
+    copy_from: str | None = _draft(None, "a text file to copy from too, shared by all rows")
     mesh: str | None = setting(
         None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 uses the rest', group=COMMON
     )
@@ -59,11 +57,10 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     int8: tuple[str, ...] = _draft(
         (),
-        "models whose matrices are quantized to 8 bits: draft, which does not change the text, or "
-        "base,draft",
+        "quantize matrices to 8 bits: draft (the text stays as it is), or base,draft",
     )
     draft_rope_theta: float | None = _foreign(
-        None, "rotary base for a layout that does not store it"
+        None, "RoPE base, for a layout that does not record it"
     )
     allow_base_mismatch: bool = _foreign(
         False, "use a draft that was trained for another base or chat template"

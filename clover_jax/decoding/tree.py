@@ -443,9 +443,9 @@ class CopyCounts(struct.PyTreeNode):
 
 
 class _Ways(NamedTuple):
-    """n ways down from the root: one through each slot and on with copies, and the root's others.
+    """n candidate paths: each slot's path extended by copied tokens, and more copies at the root.
 
-    tokens:  [B, n, d] the tokens on the way, PAD_TOKEN beyond its end.
+    tokens:  [B, n, d] the tokens on the path, PAD_TOKEN beyond its end.
     is_copy: [B, n, d] whether a token was copied; else it was drafted, or there is none.
     score:   [B, n, d] log of the probability that a copy is accepted, -inf elsewhere.
     best:    the root's first way.

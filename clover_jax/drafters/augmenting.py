@@ -72,8 +72,8 @@ def absorb_positions(
 def silent_layers(config: DrafterConfig, base_params: Params, num_layers: int) -> Params:
     """Return augmenting_0 .. as the base's last layers, in their order, adding nothing at first.
 
-    They read as the base's layers do, so that what they may add is soon of use. The matrices that
-    write are zero: the state passes on, whatever its size relative to what the base's layers add.
+    They read as the base's layers do, so they train quickly. The matrices that write are zero: the
+    state passes through, whatever its size relative to what the base's layers add.
     """
     layers = from_last_layer(config, base_params, num_layers, in_order=True)
     return {

@@ -77,8 +77,8 @@ class CloverConfig(DrafterConfig):
     decoder_bias: whether the Attention Decoder's query, key and value have one, as in Clover-2.
     decoder_silu: whether its result goes through a SiLU, as in the paper's figure, not in its text.
     decoder_heads: how many heads it has; 0 for heads as wide as the base's.
-    unit_states: whether a state of the base is scaled to one size first (`initial_state_size`),
-        before an Augmenting Block that adds nothing to begin with.
+    unit_states: scale the base's states to one size first (`initial_state_size`); the Augmenting
+        Block then adds nothing to begin with.
     own_norm: whether the scale of the final norm is the head's own, at first the base's; False as
         in heads that were trained without one.
     """

@@ -57,11 +57,11 @@ INITS = ("identity", "paper")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clover2Config(DrafterConfig):
-    """A Clover-2 head; what is not the default is one of the paper's ablations.
+    """A Clover-2 head; non-default values give the paper's ablations.
 
     num_augmenting_layers: depth of the Augmenting Block (release: 2).
-    order: "decoder_first": Attention Decoder 1 comes before the Augmenting Block, which so knows
-        x_{t+1}; "block_first": after it, as in Clover.
+    order: "decoder_first": Attention Decoder 1 comes before the Augmenting Block, which so
+        sees x_{t+1}; "block_first": after it, as in Clover.
     output_projector: False leaves out W_0 and W_1: u^i = head_norm(s^i).
     decoder_heads: heads of both Attention Decoders; 0 for heads as wide as the base's.
     unit_states: whether a state of the base is scaled to one size first (`initial_state_size`).

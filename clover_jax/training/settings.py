@@ -79,7 +79,7 @@ class TrainSettings(ChatSettings, CommonSettings):
         0.5, "each gradient value is clipped to this; 0 disables clipping"
     )
     drafter_options: str | None = _head(
-        None, "options of this kind of head, as name=value,...; an unknown name lists them"
+        None, "options of this kind of head, as name=value,...; give an unknown name to list them"
     )
     num_positions: int | None = _head(None, "draft positions to train [the method's]", least=1)
     num_augmenting_layers: int | None = _head(None, "layers of the Augmenting Block [the method's]")
@@ -88,13 +88,13 @@ class TrainSettings(ChatSettings, CommonSettings):
     )
     draft_vocab: int | None = _head(
         None,
-        "tokens that the head can propose, the most frequent of the data [the base's vocabulary]",
+        "restrict the head to the N most frequent tokens of the data [the base's vocabulary]",
         least=1,
     )
     loss: str | None = _loss(
         None,
         "weights and options of the loss as name=value,..., such as regression=0,soft_ce=0.5 or "
-        "dpace=0.5; an unknown name lists them [the method's]",
+        "dpace=0.5; give an unknown name to list them [the method's]",
     )
     loss_chunk: int = _memory(512, "positions whose logits are in memory at a time", least=1)
     log_every: int = _measuring(10, "steps between rows of metrics.jsonl", least=1)

@@ -137,7 +137,7 @@ def test_rows_turns_and_failures_are_counted():
     }
     assert figures.summary(12.4) == (
         "tau 1.33, 7 tokens in 3 forwards, 12 tokens/s; "
-        "drafted tokens accepted a forward: 0: 33 %, 2: 33 %, 3: 33 %"
+        "drafted tokens accepted per forward: 0: 33 %, 2: 33 %, 3: 33 %"
     )
 
 
