@@ -50,7 +50,7 @@ def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array,
     return jnp.take_along_axis(x, last, axis=1)
 
 
-def absorb_positions(
+def run_trunk(
     trunk: Callable[..., tuple[Array, Cache]], accepted: AcceptedPositions, cache: Cache
 ) -> tuple[Float[Array, "B 1 D"], Cache]:
     """Run a trunk over accepted positions and commit its keys and values.

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import LayerConfig
-from clover_jax.models.attention import RunningSoftmax, absorb_rows, attend, finish
+from clover_jax.models.attention import RunningSoftmax, attend, attend_rows, finish
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, SelfAttention
 from clover_jax.models.int8 import contract
@@ -209,4 +209,4 @@ def attend_blocks(
 
     # Then the text, which all slots of a block see alike.
     mask = jnp.repeat(seen, blocks[1], axis=1)[:, None, None]
-    return finish(absorb_rows(query, text, mask, own), query.dtype)
+    return finish(attend_rows(query, text, mask, own), query.dtype)

@@ -40,11 +40,11 @@ from clover_jax.drafters.attention_decoder import (
     with_matrices,
 )
 from clover_jax.drafters.augmenting import (
-    absorb_positions,
     augment,
     check_depth,
     from_last_layer,
     initial_state_size,
+    run_trunk,
     silent_layers,
     unit_rms,
 )
@@ -172,7 +172,7 @@ class Clover(Drafter):
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Float[Array, "B 1 D"], Cache]:
         trunk = functools.partial(augment, self.augmenting, self._sized(accepted.features))
-        last, cache = absorb_positions(trunk, accepted, cache)
+        last, cache = run_trunk(trunk, accepted, cache)
         if self.regressive is None:
             return last, cache
         # The root of the next tree is the token after the last accepted position.

@@ -34,11 +34,11 @@ from clover_jax.drafters.attention_decoder import (
     with_matrices,
 )
 from clover_jax.drafters.augmenting import (
-    absorb_positions,
     augment,
     check_depth,
     from_last_layer,
     initial_state_size,
+    run_trunk,
     silent_layers,
     unit_rms,
 )
@@ -134,7 +134,7 @@ class Clover2(Drafter):
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Clover2State, Cache]:
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
-        root, cache = absorb_positions(trunk, accepted, cache)
+        root, cache = run_trunk(trunk, accepted, cache)
         return Clover2State(hidden=root, embedded=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:

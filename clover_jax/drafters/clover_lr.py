@@ -53,10 +53,10 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import (
-    absorb_positions,
     augment,
     check_depth,
     initial_state_size,
+    run_trunk,
     silent_layers,
     unit_rms,
 )
@@ -204,7 +204,7 @@ class CloverLR(Drafter):
     ) -> tuple[CloverLRState, Cache]:
         """Run the trunk over accepted positions, and the one pass over lm_head at the last."""
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
-        root, cache = absorb_positions(trunk, accepted, cache)
+        root, cache = run_trunk(trunk, accepted, cache)
 
         # The one pass over the vocabulary of this step: every level reads its own part.
         block = project(output_matrix(self.config, frozen), self._position_outputs(root[:, 0]))

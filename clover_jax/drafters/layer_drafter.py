@@ -17,10 +17,10 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import LayerConfig
-from clover_jax.drafters.augmenting import absorb_positions
+from clover_jax.drafters.augmenting import run_trunk
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
 from clover_jax.drafters.tokens import embed_input
-from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
+from clover_jax.models.attention import RunningSoftmax, attend_cache, attend_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend
 from clover_jax.models.score_rules import ScoreRules, scaled
@@ -93,7 +93,7 @@ class LayerDrafter(Drafter):
             hidden, fresh = self.run(embedded, states, positions, mask, cache[0], length)
             return hidden, (fresh,)
 
-        root, cache = absorb_positions(trunk, accepted, cache)
+        root, cache = run_trunk(trunk, accepted, cache)
         # The root's own keys are in the cache, so its path is empty.
         path = empty_path(self.config.layer, len(root), 1, root.dtype)
         return BranchState(root, path, (accepted.start + accepted.count)[:, None]), cache
@@ -191,10 +191,10 @@ def attend_path(
     # Then what all branches share: the text in training, the KV cache in drafting.
     if prefix is not None:
         mask = prefix.mask[:, None, None]
-        softmax = absorb_rows(query, prefix.rows, mask, softmax, rules, prefix.positions)
+        softmax = attend_rows(query, prefix.rows, mask, softmax, rules, prefix.positions)
     if cache is not None:
         assert length is not None  # a cache and its lengths come together
-        softmax = absorb_cache(query, cache, length, softmax, rules)
+        softmax = attend_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype, rules)
 
 

@@ -142,7 +142,7 @@ def attend(
     if cache is not None:
         assert length is not None
         rules = rules and rules.within(num_cached + size)
-        softmax = absorb_cache(query, cache, length, softmax, rules)
+        softmax = attend_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype, rules)
 
 
@@ -173,7 +173,7 @@ def finish(
     return (softmax.mixed / softmax.total[..., None]).astype(dtype)
 
 
-def absorb_rows(
+def attend_rows(
     query: Float[Array, "B K G T H"],
     rows: KeyValue,
     mask: Bool[Array, "*b S"],
@@ -208,7 +208,7 @@ def absorb_rows(
     )
 
 
-def absorb_cache(
+def attend_cache(
     query: Float[Array, "B K G T H"],
     cache: KeyValue,
     length: Int[Array, " B"],
@@ -309,20 +309,20 @@ def _read(
     if size % chunk:
         raise ValueError(f"cache length ({size}) must be a multiple of {chunk}")
 
-    def absorb(rows: KeyValue, start: Array | int, softmax: RunningSoftmax) -> RunningSoftmax:
+    def attend_chunk(rows: KeyValue, start: Array | int, softmax: RunningSoftmax) -> RunningSoftmax:
         # What lies beyond a row's length is garbage.
         position = start + jnp.arange(chunk)
         mask = (position < length[:, None])[:, None, None, None]
         stores = policy.stores_weights
-        return absorb_rows(query, rows, mask, softmax, rules, position, stores_weights=stores)
+        return attend_rows(query, rows, mask, softmax, rules, position, stores_weights=stores)
 
     def body(index: Array, softmax: RunningSoftmax) -> RunningSoftmax:
         start = index * chunk
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=2), cache)
-        return absorb(rows, start, softmax)
+        return attend_chunk(rows, start, softmax)
 
     if size == chunk:
-        return absorb(cache, 0, softmax)
+        return attend_chunk(cache, 0, softmax)
 
     # A constant number of chunks reads padding, but the host need not wait to know how many.
     if not policy.stops_early:

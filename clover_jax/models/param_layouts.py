@@ -1,6 +1,6 @@
 """Over which mesh axes the dimensions of each parameter are split.
 
-A parameter is laid out by the last name of its path (`LAYOUTS`), one letter for each dimension: D a
+A parameter is laid out by the last name of its path (`PARAM_LAYOUTS`), one letter for each dimension: D a
 width, E a width as output, F an MLP's width, K and N heads, H a head's entries, R a rank, V the
 vocabulary. These are not the axis letters of `array_types`, where E, F and R are EOS ids, features
 and flattened rows. A new drafter adds its leaves here.
@@ -27,7 +27,7 @@ _AXIS = dict.fromkeys("DR", "fsdp") | dict.fromkeys("EFKNV", "tensor")
 _WHOLE_IF_INDIVISIBLE = frozenset("KNR")
 
 # Name of a leaf, without its number where numbered ones are alike -> its dimensions.
-LAYOUTS: dict[str, str] = {
+PARAM_LAYOUTS: dict[str, str] = {
     # The base, and decoder layers inside drafts.
     "embedding": "V D",
     "lm_head": "V D",
@@ -129,12 +129,12 @@ def param_spec(path: LeafPath, shape: tuple[int, ...], mesh: AnyMesh) -> Partiti
 
 def _layout_of(path: LeafPath, rank: int) -> list[str]:
     one_of_many = re.sub(r"_\d+$", "", path[-1])
-    layout = LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, "")).split()
+    layout = PARAM_LAYOUTS.get(path[-1], PARAM_LAYOUTS.get(one_of_many, "")).split()
     if len(layout) == rank:
         return layout
     raise UserError(
         f"parameter {'/'.join(path)} with {rank} dimensions has no rule for a mesh; "
-        "add its layout to LAYOUTS in clover_jax/models/param_layouts.py"
+        "add its layout to PARAM_LAYOUTS in clover_jax/models/param_layouts.py"
     )
 
 
