@@ -135,6 +135,9 @@ def flags_of(
     return flags
 
 
+IDLE = "of every command; this one does not read it"
+
+
 @dataclasses.dataclass(frozen=True)
 class _CommonFlags(CommonSettings):
     workdir: str | None = setting(
@@ -157,13 +160,12 @@ def define_common_flags(flags: absl_flags.FlagValues, *idle: str) -> None:
     define_settings(flags, _CommonFlags)
     define_settings(flags, ModelSpec, "mesh")
     for name in idle:
-        flags[name].help = "of every command; this one does not read it"
-        flags[name].is_idle = True
+        flags[name].help = IDLE
 
 
 def idle_flags(flags: absl_flags.FlagValues) -> list[str]:
     """Return the flags that were given and have no effect."""
-    return [name for name in flags if flags[name].present and hasattr(flags[name], "is_idle")]
+    return [name for name in flags if flags[name].present and flags[name].help == IDLE]
 
 
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:

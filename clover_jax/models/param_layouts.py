@@ -1,6 +1,6 @@
 """Over which mesh axes the dimensions of each parameter are split.
 
-A parameter is laid out by the last name of its path (`PARAM_LAYOUTS`), one letter for each dimension: D a
+A parameter is laid out by the last name of its path (`PARAM_LAYOUTS`), one letter a dimension: D a
 width, E a width as output, F an MLP's width, K and N heads, H a head's entries, R a rank, V the
 vocabulary. These are not the axis letters of `array_types`, where E, F and R are EOS ids, features
 and flattened rows. A new drafter adds its leaves here.
