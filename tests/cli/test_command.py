@@ -162,6 +162,14 @@ def test_default_workdir_is_named_after_the_flagfiles(argv, workdir, tmp_path, m
     assert run(main, *argv) == 0
 
 
+def test_a_common_flag_without_effect_is_named_where_it_is_given(capsys, tmp_path):
+    flagfile = tmp_path / "a.flags"
+    flagfile.write_text("--seed=3\n")
+    for given, told in ((f"--flagfile={flagfile}", True), ("--mesh=data=1", False)):
+        cli.run(ignore, lambda flags: cli.define_common_flags(flags, "seed"), [given])
+        assert ("--seed has no effect here" in capsys.readouterr().err) == told
+
+
 def test_settings_leave_out_what_is_asked():
     def main(flags):
         settings = cli.flag_settings(flags, "prompt", "workdir")
