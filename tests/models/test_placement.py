@@ -125,7 +125,7 @@ def test_fewer_heads_than_shards_are_on_every_device_and_decoder_heads_are_cut()
 
 def test_an_unknown_leaf_is_an_error_that_says_where_its_rule_goes():
     params = {"block": {"gate": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
-    message = "parameter block/gate with 2 dimensions has no rule .* LAYOUTS"
+    message = "parameter block/gate with 2 dimensions has no rule .* PARAM_LAYOUTS"
     with pytest.raises(UserError, match=message):
         param_shardings(params, MESH)
     # A width that its axis does not divide is named too.
