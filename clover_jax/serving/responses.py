@@ -152,6 +152,10 @@ class Answers(abc.ABC):
     def _wants_scores(self) -> bool:
         return self.call.asks[0].top_logprobs is not None
 
+    @property
+    def _shows_special(self) -> bool:
+        return not self.call.asks[0].settings.skip_special_tokens
+
     def _finish(self, progress: TurnProgress) -> str:
         # A limit of 0 tokens has ended the answer, whatever the engine's one token was.
         reason = "length" if self.call.no_output else progress.turn.finish_reason
@@ -162,7 +166,9 @@ class Answers(abc.ABC):
         if not self.call.echo:
             return ""
         prompt = self.call.asks[index].prompt
-        return self._texts.decode(prompt.prompt_ids) if prompt.prompt_ids else prompt.text or ""
+        if prompt.prompt_ids is None:
+            return prompt.text or ""
+        return self._texts.decode(prompt.prompt_ids, self._shows_special)
 
     def _scored_prompt(self, index: int, progress: TurnProgress) -> list[Scored]:
         if not self.call.asks[index].prompt_logprobs:
@@ -233,7 +239,8 @@ class CompletionAnswers(Answers):
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         texts, offsets, tops = self._texts, [], []
         # Without the prompt the answer's first token does not begin a text.
-        places = self._places.setdefault(index, TokenPlaces(texts, is_start=self.call.echo))
+        begun = TokenPlaces(texts, self.call.echo, self._shows_special)
+        places = self._places.setdefault(index, begun)
         for token in scored:
             offsets.append(places.next(token.id))
             # The token itself is among its alternatives, wherever it ranks.

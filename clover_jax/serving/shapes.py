@@ -31,8 +31,8 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     (({}, ""), "guided_json"),
     ((0,), "frequency_penalty min_p presence_penalty prompt_logprobs"),
     ((1,), "length_penalty repetition_penalty typical_p"),
-    ((True,), "add_generation_prompt add_special_tokens skip_special_tokens"),
-    ((False,), "continue_final_message include_stop_str_in_output use_beam_search"),
+    ((True,), "add_generation_prompt add_special_tokens"),
+    ((False,), "continue_final_message use_beam_search"),
     (("none", "auto"), "function_call tool_choice"),
     ((["text"], []), "modalities"),
     (({"type": "text"},), "response_format"),
@@ -149,6 +149,8 @@ class CommonRequest(_Shape):
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = None
     stop_token_ids: Annotated[list[_Id], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     prediction: Annotated[Text | None, BeforeValidator(_as_prediction)] = None
     stream: bool | None = None
