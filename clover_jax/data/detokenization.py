@@ -123,6 +123,21 @@ class TextStream:
         return any(id_ in self._in_run for id_ in ids)
 
 
+def settled_length(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the text that no stop string can cut any more.
+
+    Example: for the stop "\\n\\n" it is 2 in "so\\n", which may go on, and in "so\\n\\nbe".
+    """
+    settled = len(text)
+    for stop in stops:
+        # Where the stop string begins, or the longest end of the text that may become one.
+        lengths = range(min(len(text), len(stop) - 1), 0, -1)
+        open_ends = (len(text) - n for n in lengths if text.endswith(stop[:n]))
+        found = text.find(stop)
+        settled = min(settled, next(open_ends, settled) if found < 0 else found)
+    return settled
+
+
 @functools.lru_cache(maxsize=4)
 def _run_tokens(tokenizer: PreTrainedTokenizerBase, shown: frozenset[int]) -> Mapping[int, bytes]:
     """Return the byte of each token "<0x00>" to "<0xFF>", and b"" for tokens without a text."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.config import BaseConfig
 from clover_jax.data.chat import encode_prompt
-from clover_jax.data.detokenization import INCOMPLETE, TextStream, special_ids
+from clover_jax.data.detokenization import INCOMPLETE, TextStream, settled_length, special_ids
 from clover_jax.data.prompts import Prompt
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
@@ -119,21 +119,6 @@ def find_stop(
             start = found.start
             return StopCut(_num_before(open_pieces, ids[:num_seen], start), text[:start])
     return None
-
-
-def settled_length(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the text that no stop string can cut any more.
-
-    Example: for the stop "\\n\\n" it is 2 in "so\\n", which may go on, and in "so\\n\\nbe".
-    """
-    settled = len(text)
-    for stop in stops:
-        # Where the stop string begins, or the longest end of the text that may become one.
-        lengths = range(min(len(text), len(stop) - 1), 0, -1)
-        open_ends = (len(text) - n for n in lengths if text.endswith(stop[:n]))
-        found = text.find(stop)
-        settled = min(settled, next(open_ends, settled) if found < 0 else found)
-    return settled
 
 
 def _readable(settled: str, pieces: TextStream) -> str:

@@ -40,6 +40,7 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
 # In alphabetical order, in which they are refused.
 _NOT_DONE = dict(sorted((name, neutral) for neutral, names in _NEUTRAL for name in names.split()))
 _HARMLESS = {
+    # The second and the fourth are done in chats; others have no reasoning and no calls.
     *("cache_salt", "include_reasoning", "metadata", "parallel_tool_calls", "priority"),
     *("prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
     *("service_tier", "store"),
@@ -196,6 +197,8 @@ class ChatRequest(CommonRequest, _Conversation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     # Completions support echo, so it cannot be among `_NOT_DONE`.
     echo: Literal[False] | None = None
 

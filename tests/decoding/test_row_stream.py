@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax import api
+from clover_jax.data.detokenization import settled_length
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.decoding.engine import Engine
@@ -29,7 +30,6 @@ from clover_jax.decoding.row_state import (
     fit_context,
     forward_groups,
     forwards_until,
-    settled_length,
 )
 from clover_jax.decoding.row_stream import RowEvent, RowTotals, open_stream
 from clover_jax.decoding.spec import ModelSpec

@@ -12,10 +12,13 @@ import jax
 import numpy as np
 import pytest
 
+from clover_jax import api
 from clover_jax.data.detokenization import decode_text
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Generation, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.row_state import RowState
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.errors import UserError
 from clover_jax.runtime.row_writer import RowWriter
@@ -240,6 +243,12 @@ def test_a_stop_token_ends_the_text_and_a_special_one_may_be_named(
     going_on = asked | {"stop": [], "skip_special_tokens": False}
     _, (named,) = decode([going_on], base=copy)
     assert named["text"].startswith(f"{text}<|end|>")
+    # A server names the special tokens that it reads.
+    prompt = parse_prompt({"prompt_ids": plain["prompt_ids"]}, 0, "p.jsonl:1")
+    state = RowState(prompt, GenerationSettings(), api.load_base(str(copy)), shown=["<|end|>", "a"])
+    state.next_request()
+    generation = Generation(0, plain["prompt_ids"], ids, finish_reason="length")
+    assert state.take(RowUpdate(generation, ids, True)).turn.text == named["text"]
 
 
 def test_rows_set_their_own_limit_and_eos_ends_them(decode, base, tmp_path):
