@@ -166,11 +166,16 @@ def _unread_keys(
     )
 
 
-def words_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """Return the words of the chat template: it reads a key that is one of them."""
+def template_text(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return the text of the chat template, of all where there are several; "" without one."""
     template = tokenizer.chat_template
     texts = template.values() if isinstance(template, dict) else (template or "",)
-    words = set(re.findall(r"\w+", "\n".join(map(str, texts))))
+    return "\n".join(map(str, texts))
+
+
+def words_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """Return the words of the chat template: it reads a key that is one of them."""
+    words = set(re.findall(r"\w+", template_text(tokenizer)))
     return words | (_THINKING if words & _THINKING else set())
 
 

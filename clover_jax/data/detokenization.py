@@ -23,20 +23,32 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # A character that lacks bytes reads as this; a later token may complete it.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MOST_OPEN = 3  # bytes of a character that lacks its last
+_NONE: frozenset[int] = frozenset()
+
+
+@functools.lru_cache(maxsize=4)
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the special tokens, which have no text, also those that have no role such as EOS."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(tokenizer.all_special_ids).union(id_ for id_, one in added if one.special)
 
 
 def decode_text(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int] = ()
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    context: Sequence[int] = (),
+    shown: frozenset[int] = _NONE,
 ) -> str:
     """Return the text of `ids` without special tokens, its spaces as the model wrote them.
 
     context: tokens that come before, such as a prompt's. Decoders of the SentencePiece kind drop a
         space at the start of a text, which the start of a continuation must keep. A character that
         the context leaves incomplete belongs to the continuation.
+    shown: special tokens that are text too.
     """
     # Decoding all of a long context for every piece would take ever longer.
-    near = _near_context(tokenizer, context)
-    return _decode(tokenizer, [*near, *ids])[_settled_length(tokenizer, near) :]
+    near = _near_context(tokenizer, context, shown)
+    return _decode(tokenizer, [*near, *ids], shown)[_settled_length(tokenizer, near, shown) :]
 
 
 class TextStream:
@@ -45,7 +57,7 @@ class TextStream:
     All pieces, followed by `held()`, are `decode_text` of all tokens. A character may span tokens,
     so a piece ends before bytes that a later token may complete.
 
-    context: tokens before the first, as for `decode_text`.
+    context: tokens before the first, and shown: special tokens, as for `decode_text`.
 
     Example, for a tokenizer that spells "é" in two byte tokens 5 and 6:
 
@@ -55,12 +67,17 @@ class TextStream:
         stream.held()  # ""
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()):
-        self._tokenizer = tokenizer
-        self._in_run = _run_tokens(tokenizer)
-        self._ids = _near_context(tokenizer, context)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        context: Sequence[int] = (),
+        shown: frozenset[int] = _NONE,
+    ):
+        self._tokenizer, self._shown = tokenizer, shown
+        self._in_run = _run_tokens(tokenizer, shown)
+        self._ids = _near_context(tokenizer, context, shown)
         # Characters of the text of `_ids` that were returned or are the context's.
-        self._num_emitted = _settled_length(tokenizer, self._ids)
+        self._num_emitted = _settled_length(tokenizer, self._ids, shown)
         self._held: str | None = None
 
     def push(self, ids: Sequence[int]) -> str:
@@ -76,7 +93,7 @@ class TextStream:
             return ""
 
         # The last character may still lack bytes; if none come, `held` returns it as it is.
-        text = _decode(self._tokenizer, self._ids[:end])
+        text = _decode(self._tokenizer, self._ids[:end], self._shown)
         settled = text.rstrip(INCOMPLETE)
         piece = settled[self._num_emitted :]
         self._num_emitted += len(piece)
@@ -90,14 +107,15 @@ class TextStream:
             start = max(end - _NEAR, 0)
             while start and self._ids[start] in self._in_run:
                 start -= 1
-            self._num_emitted = len(_decode(self._tokenizer, self._ids[start:end]))
+            self._num_emitted = len(_decode(self._tokenizer, self._ids[start:end], self._shown))
             del self._ids[:start]
         return piece
 
     def held(self) -> str:
         """Return the text that is held back, as it reads if no token follows."""
         if self._held is None:
-            self._held = _decode(self._tokenizer, self._ids)[self._num_emitted :]
+            text = _decode(self._tokenizer, self._ids, self._shown)
+            self._held = text[self._num_emitted :]
         return self._held
 
     def holds_back(self, ids: Sequence[int]) -> bool:
@@ -105,10 +123,25 @@ class TextStream:
         return any(id_ in self._in_run for id_ in ids)
 
 
+def settled_length(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the text that no stop string can cut any more.
+
+    Example: for the stop "\\n\\n" it is 2 in "so\\n", which may go on, and in "so\\n\\nbe".
+    """
+    settled = len(text)
+    for stop in stops:
+        # Where the stop string begins, or the longest end of the text that may become one.
+        lengths = range(min(len(text), len(stop) - 1), 0, -1)
+        open_ends = (len(text) - n for n in lengths if text.endswith(stop[:n]))
+        found = text.find(stop)
+        settled = min(settled, next(open_ends, settled) if found < 0 else found)
+    return settled
+
+
 @functools.lru_cache(maxsize=4)
-def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
-    """Return the byte of each token "<0x00>" to "<0xFF>", and b"" for special tokens (no text)."""
-    in_run = dict.fromkeys(tokenizer.all_special_ids, b"")
+def _run_tokens(tokenizer: PreTrainedTokenizerBase, shown: frozenset[int]) -> Mapping[int, bytes]:
+    """Return the byte of each token "<0x00>" to "<0xFF>", and b"" for tokens without a text."""
+    in_run = dict.fromkeys(special_ids(tokenizer) - shown, b"")
     # Vocabularies of bytes (GPT-2) have no such tokens: their bytes wait as incomplete characters.
     for token, id_ in tokenizer.get_vocab().items():
         if byte := BYTE_TOKEN.fullmatch(token):
@@ -116,13 +149,15 @@ def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
     return in_run
 
 
-def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+def _near_context(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], shown: frozenset[int]
+) -> list[int]:
     """Return the tokens of a context that decide how the first tokens after it are spelled.
 
     Of byte tokens at its end, only the bytes of an incomplete character: with others, one bad byte
     after them would undo the context's own text.
     """
-    in_run, start = _run_tokens(tokenizer), len(ids)
+    in_run, start = _run_tokens(tokenizer, shown), len(ids)
     while start and ids[start - 1] in in_run:
         start -= 1
     run = [id_ for id_ in ids[start:] if in_run[id_]]
@@ -145,15 +180,23 @@ def _num_open(text: bytes) -> int:
     return 0  # no text at all
 
 
-def _settled_length(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> int:
+def _settled_length(
+    tokenizer: PreTrainedTokenizerBase, context: Sequence[int], shown: frozenset[int]
+) -> int:
     """Return the length of the context's text, without a character that tokens after it end."""
     cuts = range(min(_MOST_OPEN, len(context)) + 1)
-    texts = (_decode(tokenizer, context[: len(context) - cut]) for cut in cuts)
+    texts = (_decode(tokenizer, context[: len(context) - cut], shown) for cut in cuts)
     # Longest where byte tokens are left out that would make their whole run unreadable.
     return max(len(text.rstrip(INCOMPLETE)) for text in texts)
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], shown: frozenset[int]) -> str:
+    # The library shows all special tokens or none.
+    hidden = special_ids(tokenizer) - shown if shown else _NONE
+    text = tokenizer.decode(
+        [id_ for id_ in ids if id_ not in hidden],
+        skip_special_tokens=not shown,
+        clean_up_tokenization_spaces=False,
+    )
     # A list of ids gives one text, but the library's annotation allows several.
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return str(text)

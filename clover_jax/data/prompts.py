@@ -57,7 +57,7 @@ class Prompt:
         also be messages, which end with the user's or a tool's.
     variables: what else the chat template may read, tools for example.
     seed, temperature, top_k, top_p, max_new_tokens, stop, stop_token_ids: None where the
-        command's own holds.
+        command's own holds; the two fields after them likewise.
     min_new_tokens, logit_bias: as in `generation.settings`; None for none.
     category: the row's group in reports.
     prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
@@ -76,6 +76,8 @@ class Prompt:
     max_new_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     category: str | None = None
     prediction: str | None = None
     min_new_tokens: int | None = None
@@ -317,6 +319,10 @@ def _whole(attribute: str, least: int) -> RowField:
     return RowField(attribute, lambda value: _is_whole(value, least), wanted, int)
 
 
+def _flag(attribute: str) -> RowField:
+    return RowField(attribute, lambda value: isinstance(value, bool), "true or false", bool)
+
+
 ROW_FIELDS = {
     "prompt": RowField("text", is_text, "a string", str),
     # A question is a conversation of one turn.
@@ -367,6 +373,8 @@ ROW_FIELDS = {
         "a list of token ids",
         tuple,
     ),
+    "include_stop_str_in_output": _flag("include_stop_str_in_output"),
+    "skip_special_tokens": _flag("skip_special_tokens"),
     "category": RowField("category", is_text, "a string", str),
     "prediction": RowField("prediction", is_text, "a string", str),
 }

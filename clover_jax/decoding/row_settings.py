@@ -22,7 +22,7 @@ from clover_jax.field_types import check_settings, check_types, setting
 
 _ROW_OPTIONS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "logit_bias", "seed"),
-    *("stop", "stop_token_ids"),
+    *("stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
 
 # The units of streamed text: see `RowState`.
@@ -39,7 +39,10 @@ class GenerationSettings(SamplingParams):
     seed: None derives it from the run's seed and the row's index.
     stop: may be a single string, or None. One that is a special token ends the text as an
         end-of-sequence token does, since such a token has no text.
-    stop_token_ids: tokens that end the text; it contains them unless they are special.
+    stop_token_ids: tokens that end the text.
+    include_stop_str_in_output: whether the text contains the stop string, or the token, that ended
+        it.
+    skip_special_tokens: whether special tokens have no text.
     min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still are.
     logit_bias: pairs of a token id and a number to add to its logit; may be a mapping too.
     """
@@ -49,6 +52,8 @@ class GenerationSettings(SamplingParams):
         (), "end the text before this string; may be repeated", repeated=True
     )
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = _text(False, "continue after an end-of-sequence token")
     context_overflow: str = _text(
         "error",

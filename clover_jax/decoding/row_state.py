@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.config import BaseConfig
 from clover_jax.data.chat import encode_prompt
-from clover_jax.data.detokenization import INCOMPLETE, TextStream
+from clover_jax.data.detokenization import INCOMPLETE, TextStream, settled_length, special_ids
 from clover_jax.data.prompts import Prompt
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
@@ -23,7 +24,8 @@ OpenStream = Callable[[], TextStream]  # opens the text of an answer at its firs
 class StopCut(NamedTuple):
     """Where a stop string ends a text.
 
-    num_kept: tokens whose whole text lies before the stop string. text: the text before it.
+    num_kept: tokens whose whole text lies before the stop string. text: the text before it. Where
+        the stop string is part of the text: tokens and text up to its end.
     """
 
     num_kept: int
@@ -36,9 +38,12 @@ class AnswerText:
     `take` finds stop strings as `find_stop` does; `settled` returns the new text.
     """
 
-    def __init__(self, stops: Sequence[str], open_pieces: OpenStream):
-        """Begin a text; `open_pieces` returns a stream that starts at its first token."""
-        self._stops, self._open = stops, open_pieces
+    def __init__(self, stops: Sequence[str], open_pieces: OpenStream, keeps_stop: bool = False):
+        """Begin a text; `open_pieces` returns a stream that starts at its first token.
+
+        keeps_stop: whether the stop string is part of the text.
+        """
+        self._stops, self._open, self._keeps_stop = stops, open_pieces, keeps_stop
         self._pieces = open_pieces()
         # A stop string may begin in one piece and end in the next.
         self._overlap = max(map(len, stops), default=1) - 1
@@ -58,7 +63,7 @@ class AnswerText:
             text = _readable(self._text[recent:], self._pieces) if self._stops else ""
             if _first(text, self._stops) is not None:
                 # The token that completes it decides the cut.
-                return find_stop(self._open, ids, self._stops, self._num_tokens)
+                return find_stop(self._open, ids, self._stops, self._num_tokens, self._keeps_stop)
         self._num_tokens = len(ids)
         return None
 
@@ -84,7 +89,11 @@ class AnswerText:
 
 
 def find_stop(
-    open_pieces: OpenStream, ids: Sequence[int], stops: Sequence[str], num_clean: int = 0
+    open_pieces: OpenStream,
+    ids: Sequence[int],
+    stops: Sequence[str],
+    num_clean: int = 0,
+    keeps_stop: bool = False,
 ) -> StopCut | None:
     """Return where the first stop string ends the text of `ids`, if there is one.
 
@@ -93,6 +102,7 @@ def find_stop(
     only with the token after it: it may be the beginning of another character.
 
     num_clean: this many first tokens are known to contain no stop string.
+    keeps_stop: whether the stop string is part of the text.
 
     Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(3, "a-b").
     """
@@ -102,25 +112,13 @@ def find_stop(
     for num_seen in range(num_clean + 1, len(ids) + 1):
         settled += pieces.push(ids[num_seen - 1 : num_seen])
         text = _readable(settled, pieces)
-        start = _first(text, stops)
-        if start is not None:
+        found = _first(text, stops)
+        if found is not None:
+            if keeps_stop:
+                return StopCut(num_seen, text[: found.stop])
+            start = found.start
             return StopCut(_num_before(open_pieces, ids[:num_seen], start), text[:start])
     return None
-
-
-def settled_length(text: str, stops: Sequence[str]) -> int:
-    """Return the length of the text that no stop string can cut any more.
-
-    Example: for the stop "\\n\\n" it is 2 in "so\\n", which may go on, and in "so\\n\\nbe".
-    """
-    settled = len(text)
-    for stop in stops:
-        # Where the stop string begins, or the longest end of the text that may become one.
-        lengths = range(min(len(text), len(stop) - 1), 0, -1)
-        open_ends = (len(text) - n for n in lengths if text.endswith(stop[:n]))
-        found = text.find(stop)
-        settled = min(settled, next(open_ends, settled) if found < 0 else found)
-    return settled
 
 
 def _readable(settled: str, pieces: TextStream) -> str:
@@ -140,9 +138,11 @@ def _num_before(open_pieces: OpenStream, ids: Sequence[int], position: int) -> i
     return next((count for count in reversed(range(len(ids))) if length(count) <= position), 0)
 
 
-def _first(text: str, stops: Sequence[str]) -> int | None:
-    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
-    return min(starts, default=None)
+def _first(text: str, stops: Sequence[str]) -> range | None:
+    """Return where the leftmost stop string lies, the shortest of several."""
+    found = ((start, len(stop)) for stop in stops if (start := text.find(stop)) >= 0)
+    start, length = min(found, default=(0, 0))
+    return range(start, start + length) if length else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,21 +240,31 @@ class RowState:
         settings: GenerationSettings,
         models: Models,
         watched_by: Grain | None = None,
+        shown: Sequence[str] = (),
     ):
         """Take the row; raises UserError for settings that it cannot have.
 
         watched_by: the unit of a piece of streamed text: a chunk of steps, a forward pass, or the
             copies within a forward pass, the cheapest first. None: text at the end only.
+        shown: special tokens that have a text, as the vocabulary writes them.
         """
         self.prompt = prompt
         self._settings = settings.for_row(prompt)
         self._models, self._watched_by = models, watched_by
         self._turns: list[Turn] = []
         self._stop_ids = self._settings.stop_token_ids
+        self._end_ids: frozenset[int] = frozenset()  # tokens whose text the answer leaves out
+        self._shown: frozenset[int] = frozenset()
         if models.tokenizer is not None:
-            special = models.tokenizer.get_added_vocab()
-            ids = [special[text] for text in self._settings.stop or () if text in special]
+            added, special = models.tokenizer.get_added_vocab(), special_ids(models.tokenizer)
+            ids = [added[text] for text in self._settings.stop or () if text in added]
             self._stop_ids = tuple(dict.fromkeys((*self._stop_ids, *ids)))
+            # A stop that is a special token has a text where stops have one.
+            kept = ids if self._settings.include_stop_str_in_output else []
+            kept += [added[text] for text in shown if text in added]
+            self._shown = special
+            if self._settings.skip_special_tokens:
+                self._shown = special.intersection(kept)
         if self._settings.stop and models.tokenizer is None:
             raise UserError(
                 f"{prompt.source}: stop strings need the base's tokenizer files, which are "
@@ -275,14 +285,18 @@ class RowState:
         # The text of each turn continues the turn's own prompt.
         self._num_cut, self._num_seen = len(ids) - len(fitting), 0
         self._answer = None
+        ends = (*(() if self._settings.ignore_eos else base.eos_token_ids), *self._stop_ids)
+        keeps_stop = self._settings.include_stop_str_in_output
+        self._end_ids = frozenset(() if keeps_stop else ends)
         if tokenizer is not None:
-            stop = tuple(self._settings.stop or ())
-            self._answer = AnswerText(stop, lambda: TextStream(tokenizer, fitting))
+            stop, shown = tuple(self._settings.stop or ()), self._shown
+            open_pieces = functools.partial(TextStream, tokenizer, fitting, shown)
+            self._answer = AnswerText(stop, open_pieces, keeps_stop)
         return Request(
             self.prompt.index,
             fitting,
             self._settings.max_new_tokens,
-            (*(() if self._settings.ignore_eos else base.eos_token_ids), *self._stop_ids),
+            ends,
             params=self._settings.warping,
             seed=self._settings.seed,
             turn=len(self._turns),
@@ -310,7 +324,7 @@ class RowState:
         pieces, cut = self._watch(row) if self._watched_by else ([], None)
         # Otherwise the text is detokenized at once, at the end.
         if self._answer and not self._watched_by and (self._settings.stop or progress.done):
-            cut = self._answer.take(row.output_ids)
+            cut = self._answer.take(self._with_text(row.output_ids))
         ended = progress.done or cut is not None
         kept, text = row, self._answer.whole() if self._answer and ended else None
         if cut is not None:
@@ -340,12 +354,17 @@ class RowState:
                 pieces.append(Piece(row.target_forwards, [], self._answer.rest(turn.text or "")))
         return TurnProgress(turn, row, pieces, ended, self._num_cut)
 
+    def _with_text(self, ids: list[int]) -> list[int]:
+        """Return the tokens of an answer without the one that has ended it."""
+        return ids[:-1] if ids and ids[-1] in self._end_ids else ids
+
     def _watch(self, row: Generation) -> tuple[list[Piece], StopCut | None]:
         """Return the new pieces, up to the one that completes a stop string."""
         pieces: list[Piece] = []
         for forward, ids, is_copied in self._parts(row):
             self._num_seen += len(ids)
-            cut = self._answer.take(row.output_ids[: self._num_seen]) if self._answer else None
+            seen = self._with_text(row.output_ids[: self._num_seen])
+            cut = self._answer.take(seen) if self._answer else None
             # Later pieces of the same chunk must not be shown.
             if cut is not None:
                 kept = max(cut.num_kept - self._num_seen + len(ids), 0)

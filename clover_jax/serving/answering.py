@@ -22,6 +22,8 @@ from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, e
 from clover_jax.serving.service import Ready, Service
 
 WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are cut off
+COMMENT_SECONDS = 15.0  # without an event: proxies and clients cut off streams that are silent
+_COMMENT = b": waiting\n\n"  # what server-sent events have for nothing
 _EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
@@ -66,6 +68,7 @@ class Answering(Response):
         async with self._decoding() as updates:
             headers = Headers(_EVENT_HEADERS).raw
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            comments = asyncio.create_task(writer.comment_while_silent())
             try:
                 ended = await self._follow_all(updates, take)
             except _Gone:
@@ -75,6 +78,8 @@ class Answering(Response):
                 if isinstance(error, ApiError | UserError):
                     return
                 raise  # a bug: uvicorn logs it
+            finally:
+                comments.cancel()
         await writer.write(self._answers.last(ended), is_last=True)
 
     @contextlib.asynccontextmanager
@@ -132,15 +137,27 @@ class _EventWriter:
     """Writes server-sent events, those of one choice together."""
 
     def __init__(self, send: Send):
-        self._send, self._lock = send, asyncio.Lock()
+        self._send, self._lock, self._num_written = send, asyncio.Lock(), 0
 
     async def write(self, values: list[dict[str, Any]], is_last: bool = False) -> None:
         """Write an event for each value; after the last ones the line that ends a stream."""
         body = b"".join(map(event, values)) + (DONE if is_last else b"")
         # New tokens may settle no text yet, such as the first bytes of a character.
-        if not body:
-            return
+        if body:
+            await self._write(body, is_last)
+
+    async def comment_while_silent(self) -> None:
+        """Write a comment whenever nothing was written for a while; until it is cancelled."""
+        with contextlib.suppress(_Gone):  # the next event finds that too
+            while True:
+                before = self._num_written
+                await asyncio.sleep(COMMENT_SECONDS)
+                if self._num_written == before:
+                    await self._write(_COMMENT)
+
+    async def _write(self, body: bytes, is_last: bool = False) -> None:
         message = {"type": "http.response.body", "body": body, "more_body": not is_last}
+        self._num_written += 1
         # Choices come side by side, and a client may read slowly, but not for ever.
         async with self._lock:
             try:

@@ -11,6 +11,7 @@ from clover_jax.decoding.sampling_config import DRAFT_SAMPLINGS
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import Setting, check_settings, setting
+from clover_jax.serving.calls import FORMATS
 
 KEY_VARIABLE = "CLOVER_JAX_API_KEY"
 LARGEST_DEFAULT_LEN = 8192  # tokens of a request where --max_model_len says nothing
@@ -64,6 +65,14 @@ class ServeOptions:
         "generation_config.json; none is temperature 1",
         group="sampling",
         choices=("auto", "none"),
+    )
+
+    tool_call_format: str = setting(
+        "auto",
+        "how the base writes calls of tools: auto is what its chat template tells; none leaves "
+        "calls and thinking in the text",
+        group="listening",
+        choices=("auto", "none", *FORMATS),
     )
 
     batch_size: int = _limit(8, "requests decoded at once", least=1)

@@ -14,6 +14,7 @@ from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError
+from clover_jax.serving.calls import Splitter, Style
 from clover_jax.serving.shapes import (
     ChatRequest,
     CommonRequest,
@@ -36,6 +37,7 @@ class Served(NamedTuple):
     max_asks: choices that one request may have, over all of its prompts.
     template_words: the words of the chat template, which reads a variable that is one of them.
     usual: the sampling of requests that do not say.
+    style: how the base writes calls of tools and what it thinks.
     """
 
     model: str
@@ -43,6 +45,7 @@ class Served(NamedTuple):
     max_asks: int
     template_words: frozenset[str] = frozenset({"tools"})
     usual: SamplingParams = SamplingParams(temperature=1.0)
+    style: Style = Style()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +60,7 @@ class Ask:
     top_logprobs: alternatives to each token of the answer; None for no log-probabilities at all.
     prompt_logprobs: whether the prompt's tokens are scored too.
     must_fit: whether the context must have room for all tokens of the settings; else for one.
+    shown: special tokens that are part of the text, marks of calls for example.
     """
 
     prompt: Prompt
@@ -67,6 +71,7 @@ class Ask:
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
     must_fit: bool = False
+    shown: tuple[str, ...] = ()
 
     def check_room(self, num_tokens: int, context: int) -> None:
         """Raise ApiError where a prompt of `num_tokens` tokens leaves too little of the context."""
@@ -92,6 +97,25 @@ class Ask:
         raise ApiError(f"{source}: {words}", param=source, code="context_length_exceeded")
 
 
+class Splitting(NamedTuple):
+    """How the text of a chat's answers is split into calls, thinking and the rest.
+
+    tools: those that may be called. most_calls: None for any number. shows_thinking: whether the
+    answer has what was thought.
+    """
+
+    style: Style
+    tools: Sequence[Mapping[str, Any]] = ()
+    most_calls: int | None = None
+    shows_thinking: bool = True
+
+    def splitter(self, prompt_end: str) -> Splitter:
+        """Return the splitter of an answer to a prompt that ends so."""
+        thinking = self.style.thinking
+        is_thinking = thinking is not None and prompt_end.rstrip().endswith(thinking[0])
+        return Splitter(self.style, self.tools, is_thinking, self.most_calls)
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A checked request: what to decode, and what the answer shows.
@@ -101,6 +125,7 @@ class Call:
     no_output: the answer's only token is left out (max_tokens 0).
     tells_forwards: whether a streamed piece has the number of its forward.
     draft: what to draft with, to compare; None is the server's own.
+    splitting: None where an answer is its text.
     """
 
     asks: list[Ask]
@@ -112,6 +137,7 @@ class Call:
     no_output: bool = False
     tells_forwards: bool = False
     draft: str | None = None
+    splitting: Splitting | None = None
 
 
 def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
@@ -144,7 +170,15 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     prompt = conversation_prompt(request, request.messages, served, request.prediction)
     # Clients send the limit by its newer name, by its older one, or by both.
     newer, older = request.max_completion_tokens, request.max_tokens
-    return _call(
+    # Calls are looked for where the client can take them.
+    is_calling = bool(request.tools) and body.get("tool_choice") != "none"
+    splitting = Splitting(
+        served.style,
+        request.tools or () if is_calling else (),
+        1 if request.parallel_tool_calls is False else None,
+        request.include_reasoning is not False,
+    )
+    call = _call(
         request,
         [prompt],
         served,
@@ -153,7 +187,10 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
         # Without a limit: as many tokens as the context leaves room for.
         usual_tokens=served.max_model_len,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        shown=served.style.marks,
     )
+    is_split = served.style != Style()
+    return dataclasses.replace(call, splitting=splitting) if is_split else call
 
 
 def conversation_prompt(
@@ -210,6 +247,7 @@ def _call(
     usual_tokens: int,
     top_logprobs: int | None,
     echo: bool = False,
+    shown: tuple[str, ...] = (),
 ) -> Call:
     n, streams, usual = request.n or 1, bool(request.stream), served.usual
     # Of more choices the best would have to be picked.
@@ -243,6 +281,8 @@ def _call(
         logit_bias=request.logit_bias or (),
         stop=tuple(request.stop or ()),
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else request.seed % _SEEDS,
     )
@@ -260,6 +300,7 @@ def _call(
             top_logprobs=top_logprobs,
             prompt_logprobs=echo and top_logprobs is not None,
             must_fit=max_tokens is not None,
+            shown=shown,
         )
         for prompt in prompts
         for choice in range(n)

@@ -6,16 +6,18 @@ import abc
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clover_jax.decoding.requests import TokenScore
 from clover_jax.decoding.row_state import Piece, TurnProgress
+from clover_jax.serving.calls import Part, Splitter
 from clover_jax.serving.metrics import FINISH_REASONS, forwards_of
 from clover_jax.serving.requests import Call
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
+_PROMPT_END = 16  # tokens that surely hold a mark of thinking
 DONE = b"data: [DONE]\n\n"
 
 
@@ -41,6 +43,7 @@ class Answers(abc.ABC):
     kind: str
     chunk_kind: str
     prefix: str
+    nothing: Any  # in the place of new text, where there is none
 
     def __init__(self, call: Call, model: str, texts: TokenTexts):
         self.call, self._texts = call, texts
@@ -65,8 +68,8 @@ class Answers(abc.ABC):
             scored += self._scored(progress, 0, progress.turn.output_ids)
             answer = "" if self.call.no_output else progress.turn.text or ""
             logprobs = self._logprobs(index, scored) if self._wants_scores else None
-            message = self._message(self._prompt_text(index) + answer)
-            choices.append(_choice(index, message, logprobs, self._finish(progress)))
+            message = self._message(index, progress, self._prompt_text(index) + answer)
+            choices.append(_choice(index, message, logprobs, self._finish(index, progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
 
     def next(self, index: int, progress: TurnProgress, compile_seconds: float = 0.0) -> list[dict]:
@@ -86,10 +89,11 @@ class Answers(abc.ABC):
                 first, end = self._num_told[index], self._num_seen[index]
                 scored = self._scored(progress, first, progress.turn.output_ids[first:end])
                 self._num_told[index] = end
+            new = self._delta(index, progress, piece.text)
             # Nothing to show yet, except to a client that counts tokens by forward.
-            if not (piece.text or scored or (piece.ids and self.call.tells_forwards)):
+            if not (any(new.values()) or scored or (piece.ids and self.call.tells_forwards)):
                 continue
-            choice = self._piece(index, piece.text, scored)
+            choice = self._piece(index, new, scored)
             if self.call.tells_forwards:
                 choice["forward"] = {
                     "forward": piece.forward,
@@ -99,13 +103,18 @@ class Answers(abc.ABC):
                 }
             chunks.append(self._chunk(choice))
         if progress.ended:
-            chunks.append(self._chunk(self._piece(index, None, [], self._finish(progress))))
+            rest = self._delta(index, progress, None)
+            if any(rest.values()):
+                chunks.append(self._chunk(self._piece(index, rest, [])))
+            none, finish = dict.fromkeys(rest, self.nothing), self._finish(index, progress)
+            chunks.append(self._chunk(self._piece(index, none, [], finish)))
         return chunks
 
     def _first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
         """Return the chunks that a choice begins with, when its first tokens are there."""
         text, scored = self._prompt_text(index), self._scored_prompt(index, progress)
-        return [self._chunk(self._piece(index, text, scored))] if text or scored else []
+        new = self._delta(index, progress, text)
+        return [self._chunk(self._piece(index, new, scored))] if text or scored else []
 
     def last(self, ended: Sequence[TurnProgress]) -> list[dict[str, Any]]:
         """Return the chunks after the last choice has ended."""
@@ -152,7 +161,11 @@ class Answers(abc.ABC):
     def _wants_scores(self) -> bool:
         return self.call.asks[0].top_logprobs is not None
 
-    def _finish(self, progress: TurnProgress) -> str:
+    @property
+    def _shows_special(self) -> bool:
+        return not self.call.asks[0].settings.skip_special_tokens
+
+    def _finish(self, index: int, progress: TurnProgress) -> str:
         # A limit of 0 tokens has ended the answer, whatever the engine's one token was.
         reason = "length" if self.call.no_output else progress.turn.finish_reason
         assert reason is not None  # an answer that has ended says why
@@ -162,7 +175,9 @@ class Answers(abc.ABC):
         if not self.call.echo:
             return ""
         prompt = self.call.asks[index].prompt
-        return self._texts.decode(prompt.prompt_ids) if prompt.prompt_ids else prompt.text or ""
+        if prompt.prompt_ids is None:
+            return prompt.text or ""
+        return self._texts.decode(prompt.prompt_ids, self._shows_special)
 
     def _scored_prompt(self, index: int, progress: TurnProgress) -> list[Scored]:
         if not self.call.asks[index].prompt_logprobs:
@@ -199,19 +214,19 @@ class Answers(abc.ABC):
         return {"object": kind, **self._head, "choices": choices}
 
     def _piece(
-        self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
+        self, index: int, new: dict[str, Any], scored: list[Scored], finish: str | None = None
     ) -> dict[str, Any]:
-        """Return a choice of a chunk; no text at its end."""
+        """Return a choice of a chunk; new: as `_delta` returns it."""
         logprobs = self._logprobs(index, scored) if scored else None
-        return _choice(index, self._delta(text), logprobs, finish)
+        return _choice(index, new, logprobs, finish)
 
     @abc.abstractmethod
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, index: int, progress: TurnProgress, text: str) -> dict[str, Any]:
         """Return what a choice of a whole body has for its text."""
 
     @abc.abstractmethod
-    def _delta(self, text: str | None) -> dict[str, Any]:
-        """Return what a choice of a chunk has for its text."""
+    def _delta(self, index: int, progress: TurnProgress, text: str | None) -> dict[str, Any]:
+        """Return what a choice of a chunk has for more of its text, or for its end (None)."""
 
     @abc.abstractmethod
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
@@ -223,17 +238,19 @@ class CompletionAnswers(Answers):
 
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
+    nothing = ""
 
-    def _message(self, text: str) -> dict[str, Any]:
+    def _message(self, index: int, progress: TurnProgress, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def _delta(self, text: str | None) -> dict[str, Any]:
+    def _delta(self, index: int, progress: TurnProgress, text: str | None) -> dict[str, Any]:
         return {"text": text or ""}
 
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         texts, offsets, tops = self._texts, [], []
         # Without the prompt the answer's first token does not begin a text.
-        places = self._places.setdefault(index, TokenPlaces(texts, is_start=self.call.echo))
+        begun = TokenPlaces(texts, self.call.echo, self._shows_special)
+        places = self._places.setdefault(index, begun)
         for token in scored:
             offsets.append(places.next(token.id))
             # The token itself is among its alternatives, wherever it ranks.
@@ -255,17 +272,46 @@ class ChatAnswers(Answers):
 
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
+    nothing: Mapping[str, Any] = {}
+
+    def __init__(self, call: Call, model: str, texts: TokenTexts):
+        super().__init__(call, model, texts)
+        self._splitters: dict[int, Splitter] = {}  # by choice, where the call has a splitting
 
     def _first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
         # OpenAI's streams say who speaks before they say anything.
         delta = {"delta": {"role": "assistant", "content": ""}}
         return [self._chunk(_choice(index, delta, None, None))]
 
-    def _message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def _message(self, index: int, progress: TurnProgress, text: str) -> dict[str, Any]:
+        parts = self._split(index, progress, text) + self._split(index, progress, None)
+        new = _delta_of(parts)
+        for call in new.get("tool_calls", ()):
+            del call["index"]
+        # Calls may take the place of a text.
+        content = new.pop("content", None if "tool_calls" in new else "")
+        return {"message": {"role": "assistant", "content": content, "refusal": None, **new}}
 
-    def _delta(self, text: str | None) -> dict[str, Any]:
-        return {"delta": {} if text is None else {"content": text}}
+    def _delta(self, index: int, progress: TurnProgress, text: str | None) -> dict[str, Any]:
+        return {"delta": _delta_of(self._split(index, progress, text))}
+
+    def _split(self, index: int, progress: TurnProgress, text: str | None) -> list[Part]:
+        """Return the parts that more text settles, or the end of the text (None)."""
+        splitting = self.call.splitting
+        if splitting is None:
+            return [Part("content", text)] if text else []
+        if index not in self._splitters:
+            # The prompt's last tokens tell whether it leaves the answer thinking.
+            end = self._texts.decode(progress.turn.prompt_ids[-_PROMPT_END:], shows_special=True)
+            self._splitters[index] = splitting.splitter(end)
+        splitter = self._splitters[index]
+        parts = splitter.end() if text is None else splitter.push(text)
+        return [one for one in parts if splitting.shows_thinking or one.kind != "reasoning"]
+
+    def _finish(self, index: int, progress: TurnProgress) -> str:
+        reason = super()._finish(index, progress)
+        splitter = self._splitters.get(index)
+        return "tool_calls" if reason == "stop" and splitter and splitter.num_calls else reason
 
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         content = []
@@ -283,6 +329,24 @@ def _choice(
     index: int, text: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
 ) -> dict[str, Any]:
     return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def _delta_of(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return parts of an answer in the form of OpenAI's delta: {} for none."""
+    delta: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part.kind != "call":
+            name = "reasoning_content" if part.kind == "reasoning" else "content"
+            delta[name] = delta.get(name, "") + part.text
+            continue
+        # The beginning of a call has its name, its later pieces arguments alone.
+        call = calls.setdefault(part.call, {"index": part.call, "function": {"arguments": ""}})
+        if part.name is not None:
+            call |= {"id": part.id, "type": "function"}
+            call["function"] = {"name": part.name, "arguments": ""}
+        call["function"]["arguments"] += part.text
+    return delta | {"tool_calls": list(calls.values())} if calls else delta
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:

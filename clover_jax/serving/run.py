@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
-from clover_jax.data.chat_templates import words_of
+from clover_jax.data.chat_templates import template_text, words_of
 from clover_jax.decoding.models import Models, load, tree_notice
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import NO_DRAFT
@@ -33,6 +33,7 @@ from clover_jax.runtime.files import read_json_object
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.serving.app import make_app
 from clover_jax.serving.body import ApiError
+from clover_jax.serving.calls import style_of
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Served
 from clover_jax.serving.scheduler import Scheduler
@@ -221,6 +222,7 @@ def _start(options: ServeOptions) -> Ready:
     # A template without a place for tools would leave them out in silence.
     tokenizer = models.tokenizer
     words = frozenset(words_of(tokenizer) if tokenizer is not None else ())
+    style = style_of(template_text(tokenizer) if tokenizer else "", options.tool_call_format)
     usual = SamplingParams(temperature=1.0)
     if options.generation_config == "auto":
         usual = published_sampling(models.base.directory)
@@ -230,7 +232,7 @@ def _start(options: ServeOptions) -> Ready:
             f"{usual.top_p:g} and top_k {usual.top_k}, from generation_config.json"
         )
     named, context = options.model_name, scheduler.context
-    served = Served(named, context, options.max_waiting, words, usual)
+    served = Served(named, context, options.max_waiting, words, usual, style)
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 

@@ -250,7 +250,7 @@ class Scheduler:
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
         # A row without a seed draws by a key made of its number, so each row gets its own number.
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
-        row = RowState(prompt, ask.settings, self._models, ask.watched_by)
+        row = RowState(prompt, ask.settings, self._models, ask.watched_by, ask.shown)
         try:
             request = row.next_request()
         except ContextOverflow as error:

@@ -31,8 +31,8 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     (({}, ""), "guided_json"),
     ((0,), "frequency_penalty min_p presence_penalty prompt_logprobs"),
     ((1,), "length_penalty repetition_penalty typical_p"),
-    ((True,), "add_generation_prompt add_special_tokens skip_special_tokens"),
-    ((False,), "continue_final_message include_stop_str_in_output use_beam_search"),
+    ((True,), "add_generation_prompt add_special_tokens"),
+    ((False,), "continue_final_message use_beam_search"),
     (("none", "auto"), "function_call tool_choice"),
     ((["text"], []), "modalities"),
     (({"type": "text"},), "response_format"),
@@ -40,6 +40,7 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
 # In alphabetical order, in which they are refused.
 _NOT_DONE = dict(sorted((name, neutral) for neutral, names in _NEUTRAL for name in names.split()))
 _HARMLESS = {
+    # The second and the fourth are done in chats; others have no reasoning and no calls.
     *("cache_salt", "include_reasoning", "metadata", "parallel_tool_calls", "priority"),
     *("prompt_cache_key", "prompt_cache_retention", "request_id", "safety_identifier"),
     *("service_tier", "store"),
@@ -149,6 +150,8 @@ class CommonRequest(_Shape):
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = None
     stop_token_ids: Annotated[list[_Id], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     prediction: Annotated[Text | None, BeforeValidator(_as_prediction)] = None
     stream: bool | None = None
@@ -194,6 +197,8 @@ class ChatRequest(CommonRequest, _Conversation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
     # Completions support echo, so it cannot be among `_NOT_DONE`.
     echo: Literal[False] | None = None
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clover_jax.data.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text
+from clover_jax.data.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text, special_ids
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class TokenTexts:
         # Decoders of the SentencePiece kind drop a space at the start, so tokens follow a letter.
         before = tokenizer("a", add_special_tokens=False)["input_ids"] if tokenizer else []
         self._before = list(before)[-1:]
-        self._special = frozenset(tokenizer.all_special_ids) if tokenizer else frozenset()
+        self._special = special_ids(tokenizer) if tokenizer else frozenset()
         # One cache for each object: a cache on the class would keep every tokenizer alive.
         self.text = functools.cache(self._text)
         self.spelled = functools.cache(self._spelled)
@@ -54,15 +54,15 @@ class TokenTexts:
             return [int(byte[1], 16)]
         return [alphabet[c] for c in name] if all(c in alphabet for c in name) else None
 
-    def is_text(self, id_: int) -> bool:
-        return self._tokenizer is not None and id_ not in self._special
+    def is_text(self, id_: int, shows_special: bool = False) -> bool:
+        return self._tokenizer is not None and (shows_special or id_ not in self._special)
 
     def added(self, id_: int, is_start: bool) -> bytes:
         """Return the bytes that a token adds to a text; is_start: to an empty one."""
         text = self.text(id_)
         if INCOMPLETE in text:
             return bytes(self.spelled(id_) or text.encode())
-        return (decode_text(self._known(), [id_]) if is_start else text).encode()
+        return (decode_text(self._known(), [id_], (), self._special) if is_start else text).encode()
 
     def written(self, id_: int) -> str:
         """Return a token as the vocabulary writes it."""
@@ -71,9 +71,9 @@ class TokenTexts:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(self._known()(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, without special tokens."""
-        return decode_text(self._known(), ids)
+    def decode(self, ids: Sequence[int], shows_special: bool = False) -> str:
+        """Return the text of token ids."""
+        return decode_text(self._known(), ids, (), self._special if shows_special else frozenset())
 
     def _known(self) -> PreTrainedTokenizerBase:
         if self._tokenizer is None:
@@ -86,16 +86,17 @@ class TokenPlaces:
 
     is_start: whether the first token begins the text, and does not continue another. Without a
         tokenizer there is no text, and all tokens are at 0.
+    shows_special: whether special tokens are part of the text.
     """
 
-    def __init__(self, texts: TokenTexts, is_start: bool):
-        self._texts, self._is_start = texts, is_start
+    def __init__(self, texts: TokenTexts, is_start: bool, shows_special: bool = False):
+        self._texts, self._is_start, self._shows_special = texts, is_start, shows_special
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._length = 0  # of the text so far, but for a character that lacks bytes
 
     def next(self, id_: int) -> int:
         """Return where the next token begins; parts of a character begin where it does."""
-        if not self._texts.is_text(id_):
+        if not self._texts.is_text(id_, self._shows_special):
             return self._length
         added, self._is_start = self._texts.added(id_, self._is_start), False
         # What does not go on with a character that lacks bytes leaves it a replacement character.

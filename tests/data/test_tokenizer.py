@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.data.detokenization import TextStream, decode_text
+from clover_jax.data.detokenization import TextStream, decode_text, special_ids
 from clover_jax.data.tokenizer import load_tokenizer, tokenizer_hash
 from clover_jax.errors import UserError
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
@@ -95,6 +95,21 @@ def test_a_long_stream_after_a_prompt_forgets_nothing_that_matters(tokenizers, k
         text += stream.push(chunk)
         seen += chunk
         assert text + stream.held() == decode_text(tokenizer, seen, prompt)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_special_tokens_may_be_text_all_or_some(tokenizers, kind, data):
+    tokenizer = tokenizers[kind]
+    special = special_ids(tokenizer)
+    shown = frozenset(data.draw(st.sets(st.sampled_from(sorted(special)), min_size=1)))
+    chunks = draw_chunks(data, tokenizer, 8)
+    ids = [id_ for chunk in chunks for id_ in chunk]
+    text = decode_text(tokenizer, ids, (), shown)
+    assert text == tokenizer.decode([id_ for id_ in ids if id_ not in special - shown])
+    stream = TextStream(tokenizer, (), shown)
+    assert "".join(map(stream.push, chunks)) + stream.held() == text
 
 
 def test_a_push_decodes_few_tokens_however_long_the_text(tokenizers, monkeypatch):

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax import api
+from clover_jax.data.detokenization import settled_length
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.decoding.engine import Engine
@@ -29,7 +30,6 @@ from clover_jax.decoding.row_state import (
     fit_context,
     forward_groups,
     forwards_until,
-    settled_length,
 )
 from clover_jax.decoding.row_stream import RowEvent, RowTotals, open_stream
 from clover_jax.decoding.spec import ModelSpec
@@ -296,6 +296,13 @@ def test_the_cut_does_not_depend_on_how_many_tokens_come_at_a_time(pieces, ids, 
         end = min(end + chunk, len(ids))
         found = search.take(ids[:end])
     assert found == find_stop(pieces, ids, stops)
+    keeping, kept = AnswerText(stops, pieces, keeps_stop=True), None
+    ends = range(chunk, len(ids) + chunk, chunk)
+    for end in ends:
+        kept = kept or keeping.take(ids[:end])
+    assert kept == find_stop(pieces, ids, stops, keeps_stop=True)
+    assert (kept is None) == (found is None)
+    assert kept is None or kept.text.removeprefix(found.text) in stops
     if found and pieces is Words:
         text = words_of(ids)
         assert found.text == text[: min(i for s in stops if (i := text.find(s)) >= 0)]

@@ -12,10 +12,13 @@ import jax
 import numpy as np
 import pytest
 
+from clover_jax import api
 from clover_jax.data.detokenization import decode_text
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Generation, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.row_state import RowState
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.errors import UserError
 from clover_jax.runtime.row_writer import RowWriter
@@ -196,14 +199,25 @@ def test_a_stop_string_cuts_text_and_tokens(decode, draft, tokenizer):
         assert emitted[0] < place <= emitted[1]
         assert flags or row["tau"] == 1
         assert other["output_ids"] == plain["output_ids"]
+    _, (row,) = decode([stopping | {"include_stop_str_in_output": True}], f"--draft={draft}")
+    assert row["output_ids"] == plain["output_ids"][: place + 2]
+    assert (row["text"], row["finish_reason"]) == ("".join(letters[: place + 2]), "stop")
 
 
-def test_a_stop_token_ends_the_text_and_a_special_one_may_be_named(decode, base, tmp_path):
+def test_a_stop_token_ends_the_text_and_a_special_one_may_be_named(
+    decode, base, tokenizer, tmp_path
+):
     _, (plain,) = decode([{"prompt": "the"}])
     ids = plain["output_ids"]
     at = next(i for i in range(1, len(ids)) if ids[i] not in ids[:i])
-    _, (row,) = decode([{"prompt": "the", "stop_token_ids": [ids[at], 3]}])
-    assert (row["output_ids"], row["finish_reason"]) == (ids[: at + 1], "stop")
+    stopping = {"prompt": "the", "stop_token_ids": [ids[at], 3]}
+    kept = stopping | {"include_stop_str_in_output": True}
+    _, (row, whole) = decode([stopping, kept])
+    for one in (row, whole):
+        assert (one["output_ids"], one["finish_reason"]) == (ids[: at + 1], "stop")
+    # The token that ends a text is part of it only where that is wanted.
+    texts = [decode_text(tokenizer, ids[:end], row["prompt_ids"]) for end in (at, at + 1)]
+    assert [row["text"], whole["text"]] == texts
 
     # The same token under a name that the tokenizer holds for special: it has no text.
     copy = shutil.copytree(base, tmp_path / "base")
@@ -220,9 +234,21 @@ def test_a_stop_token_ends_the_text_and_a_special_one_may_be_named(decode, base,
     tokenizer["added_tokens"].append(special)
     (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
     asked = {"prompt_ids": plain["prompt_ids"], "stop": "<|end|>"}
-    _, (named,) = decode([asked], base=copy)
-    assert (named["output_ids"], named["finish_reason"]) == (ids[: at + 1], "stop")
-    assert "<|end|>" not in named["text"]
+    more = ({}, {"include_stop_str_in_output": True}, {"skip_special_tokens": False})
+    _, rows = decode([asked | one for one in more], base=copy)
+    for named in rows:
+        assert (named["output_ids"], named["finish_reason"]) == (ids[: at + 1], "stop")
+    text = rows[0]["text"]
+    assert [named["text"] for named in rows] == [text, f"{text}<|end|>", text]
+    going_on = asked | {"stop": [], "skip_special_tokens": False}
+    _, (named,) = decode([going_on], base=copy)
+    assert named["text"].startswith(f"{text}<|end|>")
+    # A server names the special tokens that it reads.
+    prompt = parse_prompt({"prompt_ids": plain["prompt_ids"]}, 0, "p.jsonl:1")
+    state = RowState(prompt, GenerationSettings(), api.load_base(str(copy)), shown=["<|end|>", "a"])
+    state.next_request()
+    generation = Generation(0, plain["prompt_ids"], ids, finish_reason="length")
+    assert state.take(RowUpdate(generation, ids, True)).turn.text == named["text"]
 
 
 def test_rows_set_their_own_limit_and_eos_ends_them(decode, base, tmp_path):

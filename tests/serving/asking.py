@@ -7,10 +7,16 @@ import socket
 
 import httpx2
 
+from clover_jax.checkpoints.sources import find_directory
+from clover_jax.data.tokenizer import load_tokenizer
+from clover_jax.decoding.requests import Generation
+from clover_jax.decoding.row_state import Piece, Turn, TurnProgress
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.serving.app import make_app
 from clover_jax.serving.options import ServeOptions
-from clover_jax.serving.service import Service
+from clover_jax.serving.requests import Served
+from clover_jax.serving.service import Ready, Service
+from clover_jax.serving.token_texts import TokenTexts
 from tests.serving.conftest import AREA, KEY, events_of, path_of, text_of
 
 JSON = {"Content-Type": "application/json"}
@@ -81,3 +87,46 @@ def unread(server, body):
     with socket.create_connection(server.address) as connection:
         connection.sendall(head.encode() + content)
         yield
+
+
+class Scripted:
+    """A scheduler that answers every ask with the same text, in pieces of a size.
+
+    waits: for what, before the first piece.
+    """
+
+    def __init__(self, text, size, reason="eos", waits=None):
+        self._text, self._size, self._reason, self._waits = text, size, reason, waits
+        self.has_failed, self.asks = False, []
+
+    async def submit(self, ask):
+        self.asks.append(ask)
+        return self._updates(ask)
+
+    async def _updates(self, ask):
+        if self._waits is not None:
+            await self._waits.wait()
+        generation = Generation(0, [1], accepted=[0])
+        pieces = [self._text[at : at + self._size] for at in range(0, len(self._text), self._size)]
+        for number, piece in enumerate(pieces, 1):
+            generation.output_ids.append(number)
+            ended = number == len(pieces)
+            reason, whole = (self._reason, self._text) if ended else (None, None)
+            turn = Turn([1], list(generation.output_ids), whole, [], 1, 1.0, 0.1, reason)
+            shown = [Piece(number, [number], piece)] if ask.watched_by else []
+            yield TurnProgress(turn, generation, shown, ended, 0)
+
+    def seconds_since(self, start):
+        return 0.1
+
+    def compile_seconds(self, start):
+        return 0.0
+
+
+def scripted_app(scheduler, style):
+    """Return the application of a server with a `Scripted` scheduler."""
+    service = Service(ServeOptions(ModelSpec()))
+    served = Served("tiny", 512, 16, style=style)
+    texts = TokenTexts(load_tokenizer(find_directory("builtin:tiny")))
+    service.open(Ready(None, served, texts, scheduler, {}))
+    return make_app(service)

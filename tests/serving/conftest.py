@@ -41,6 +41,21 @@ KINDS = [
     # 1 is EOS.
     {"prompt": AREA, "max_tokens": 24, "min_tokens": 7, "logit_bias": {"1": 100}, "temperature": 0},
     {"prompt": AREA, "max_tokens": 24, "logit_bias": {"293": -9}, "temperature": 1, "seed": 5},
+    {
+        "prompt": AREA,
+        "max_tokens": 40,
+        "temperature": 0,
+        "stop": ["list"],
+        "include_stop_str_in_output": True,
+    },
+    # 0 is BOS, which is special.
+    {
+        "prompt": CLOSE,
+        "max_tokens": 4,
+        "temperature": 0,
+        "logit_bias": {"0": 100},
+        "skip_special_tokens": False,
+    },
 ]
 CONVERSATION = {"turns": ["def area(", "Go on.", "And?"], "max_new_tokens": 24, "temperature": 0}
 

@@ -36,6 +36,11 @@ def test_every_kind_has_the_text_of_generate(client, alone):
     assert len(alone[12]["output_ids"]) == 8  # EOS right after min_tokens
 
 
+def test_a_text_may_have_its_stop_string_and_special_tokens(alone):
+    assert alone[-2]["text"] == alone[6]["text"] + "list"
+    assert alone[-1]["text"] == "<|bos|>" * 4
+
+
 def test_every_kind_streams_its_whole_answer(client, alone):
     usage = {"stream_options": {"include_usage": True}}
     answers = together(functools.partial(streamed, client), [body | usage for body in KINDS])

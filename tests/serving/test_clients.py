@@ -7,8 +7,11 @@ import asyncio
 
 import pytest
 
+from clover_jax.serving.calls import Style
+from tests.serving.asking import Scripted, scripted_app
 from tests.serving.conftest import AREA, CLOSE, KEY, KINDS, MESSAGES
 
+httpx = pytest.importorskip("httpx", reason="pip install -e '.[clients]'")
 openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
 pytestmark = pytest.mark.servers
 
@@ -46,6 +49,37 @@ def test_a_chat_and_its_scores(ask, alone):
     assert choice.message.content == alone[10]["text"]
     assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
     assert len(choice.logprobs.content) == answer.usage.completion_tokens == 24
+
+
+def test_calls_of_tools_whole_and_streamed():
+    """A script stands for the base: a small one writes no calls."""
+    text = (
+        '<think>\nHm.</think>\n<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    )
+    app = scripted_app(Scripted(text, 3), Style("hermes", ("<think>", "</think>")))
+    body = {"model": "tiny", "messages": MESSAGES, "tools": TOOLS}
+
+    async def asked():
+        transport = httpx.ASGITransport(app=app)
+        http = httpx.AsyncClient(transport=transport)
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="x", http_client=http
+        ) as client:
+            whole = await client.chat.completions.create(**body)
+            async with client.chat.completions.stream(**body) as stream:
+                events = [event.type async for event in stream]
+                return whole, await stream.get_final_completion(), events
+
+    *answers, events = asyncio.run(asked())
+    for answer in answers:
+        (choice,) = answer.choices
+        calls = [
+            (call.function.name, call.function.arguments) for call in choice.message.tool_calls
+        ]
+        assert calls == [("f", '{"a": "b"}'), ("f", "{}")]
+        assert (choice.finish_reason, choice.message.reasoning_content) == ("tool_calls", "Hm.")
+    assert events.count("tool_calls.function.arguments.done") == 2
 
 
 def test_streams(ask, alone):

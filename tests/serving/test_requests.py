@@ -154,6 +154,8 @@ BAD_VALUES = {
     "min_p": (0.1,),
     "guided_regex": ("a+",),
     "stop_token_ids": (5,),
+    "skip_special_tokens": (1,),
+    "include_stop_str_in_output": ("yes",),
 }
 BAD_COMPLETIONS = [({name: value}, name) for name, values in BAD_VALUES.items() for value in values]
 BAD_COMPLETIONS.append(({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"))
