@@ -486,6 +486,7 @@ class _Brackets:
         """Return the position after the last bracket; None where it has not come yet."""
         for at in range(self.num_read, len(text)):
             letter = text[at]
+            # Brackets in a string are its text.
             if self._is_escaped:
                 self._is_escaped = False
             elif self._in_string:
