@@ -258,5 +258,5 @@ def test_text_equals_plain_text(name, batch_size, verify):
 
 def test_sampled_children_are_refused():
     sampled = SamplingConfig("lossless", "sampled")
-    with pytest.raises(ValueError, match="chosen by probability, so its children are no draws"):
+    with pytest.raises(ValueError, match="chosen by probability, so its children are not drawn"):
         StepConfig(TINY, random_head()[0], parse_tree("dynamic:9"), sampled)

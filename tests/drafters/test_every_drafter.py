@@ -255,7 +255,14 @@ USUAL = ("clover2", "clover_lr")
 HEADS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
 
 
-@pytest.mark.parametrize("family", PUBLISHED)
+# Few key heads, windows and embedding scales; sinks and experts; layers without rotation.
+UNLIKE = ("Gemma 3 270M", "gpt-oss", "SmolLM3 3B")
+FAMILIES = [
+    name if name in UNLIKE else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", HEADS)
 def test_every_head_trains_and_decodes_on_the_proportions_of_a_published_base(name, family):
     config = dataclasses.replace(TINY, eos_token_ids=(2, 5), **PUBLISHED[family])
