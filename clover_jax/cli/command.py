@@ -84,8 +84,9 @@ def run(
             print(help_text(command, module.__doc__ or "", flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
-        for name in command_flags.idle_flags(flags):
-            _say(command, f"--{name} has no effect here")
+        for name in flags:
+            if flags[name].present and flags[name].help == command_flags.IDLE:
+                _say(command, f"--{name} has no effect here")
         use_compilation_cache()
         status = main(flags)
         # A full disk behind stdout is found here.

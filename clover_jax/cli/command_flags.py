@@ -163,11 +163,6 @@ def define_common_flags(flags: absl_flags.FlagValues, *idle: str) -> None:
         flags[name].help = IDLE
 
 
-def idle_flags(flags: absl_flags.FlagValues) -> list[str]:
-    """Return the flags that were given and have no effect."""
-    return [name for name in flags if flags[name].present and flags[name].help == IDLE]
-
-
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
     """Return `--workdir`, else runs/<flagfile stem> (several joined by "+"), else runs/<command>.
 

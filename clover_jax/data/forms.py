@@ -218,22 +218,20 @@ def _message(item: Any, place: str) -> tuple[Message, bool]:
     elif not any(key in message for key in WRITTEN):
         raise UserError(f"{place}.content is missing; expected text, or calls of the assistant's")
 
-    marks = {_mark(message[key], f"{place}.{key}") for key in _LEARNING if key in message}
+    given = {key: message[key] for key in _LEARNING if key in message}
+    for key, value in given.items():
+        if value not in (0, 1):
+            raise UserError(f"{place}.{key} must be 0 or 1, false or true, not {shown(value)}")
+    marks = set(map(bool, given.values()))
     if len(marks) > 1:
         raise UserError(
             f"{place} has marks that contradict each other: "
-            f"{', '.join(f'{key} {shown(message[key])}' for key in _LEARNING if key in message)}"
+            f"{', '.join(f'{key} {shown(value)}' for key, value in given.items())}"
         )
     # A mark that asks for a user's message stays there, and is said to have no reader.
     if role == "assistant" or marks == {False}:
         message = {key: value for key, value in message.items() if key not in _LEARNING}
     return message, marks != {False}
-
-
-def _mark(value: Any, place: str) -> bool:
-    if value not in (0, 1):
-        raise UserError(f"{place} must be 0 or 1, false or true, not {shown(value)}")
-    return bool(value)
 
 
 def _content(value: Any, place: str) -> str | list[dict[str, Any]]:
@@ -328,7 +326,12 @@ def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
     # With several turns each value is a list, one entry a turn.
     if not (isinstance(outputs, list) and outputs and isinstance(outputs[0], list)):
         prompts, outputs = [prompts], [outputs]
-    are_ids = isinstance(prompts, list) and all(map(_are_ids, [*prompts, *outputs]))
+    texts = [*prompts, *outputs] if isinstance(prompts, list) else [prompts]
+    are_ids = all(
+        # JSON's true is an int in Python.
+        isinstance(ids, list) and all(type(id_) is int and id_ >= 0 for id_ in ids)
+        for ids in texts
+    )
     if not are_ids or len(prompts) != len(outputs):
         raise UserError(
             f"{source}: prompt_ids and output_ids must be lists of token ids, or as many of these "
@@ -340,8 +343,3 @@ def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
     if joined is None:  # a template that drops past thinking: every turn is a row of its own
         return [TokenRow(source, *turn) for turn in turns]
     return [TokenTurns(source, joined) if len(joined) > 1 else TokenRow(source, *joined[0])]
-
-
-def _are_ids(value: Any) -> bool:
-    # JSON's true is an int in Python.
-    return isinstance(value, list) and all(type(id_) is int and id_ >= 0 for id_ in value)

@@ -1,7 +1,8 @@
 """Which part of every array lies on which device of a mesh (`meshes.py`).
 
 Models, steps and losses are functions of arrays, and the compiler splits them by the placement of
-their arguments; few modules ask for the mesh in place (`grep -rn mesh`). A run does, in this order,
+their arguments. Where that splits badly, a module asks for the mesh in use. A run
+does, in this order,
 
     shape = parse_mesh("data=2,fsdp=2,tensor=-1", len(jax.devices()))   # MeshShape(2, 2, 2)
     mesh = make_mesh(shape)                       # or make_mesh(shape, topology.devices)
