@@ -82,6 +82,10 @@ def _own_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     # DFlash stores the size of its block outside the object.
     own = _ADDED | {_BLOCK: values.get(_BLOCK)} | fields
     check_count(own, _BLOCK, path)
+    if values.get(_BLOCK, own[_BLOCK]) != own[_BLOCK]:
+        raise UserError(
+            f"{path}: {_BLOCK} is {values[_BLOCK]!r}, but {own[_BLOCK]} within {FIELDS}"
+        )
     for name in (_MASK, *_ADDED):
         # Not isinstance: to it True is an int.
         if type(own.get(name)) is not int:

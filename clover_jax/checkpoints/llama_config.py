@@ -38,7 +38,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if values.get(name) is not None:
             check_count(values, name, path)
-    activation = values.get("hidden_act") or "silu"
+    activation = "silu" if values.get("hidden_act") is None else values["hidden_act"]
     if activation not in ACTIVATIONS:
         raise UserError(
             f"{path}: hidden_act {activation!r} is not supported, only {', '.join(ACTIVATIONS)}"

@@ -238,6 +238,13 @@ ARCHITECTURES = {name: family for name, _, family in _FAMILIES}
 MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
 
 
+# Fields that transformers reads although its configs no longer have them.
+_OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"} | {
+    *("original_max_position_embeddings", "sliding_window_pattern", "head_dim", "pretraining_tp"),
+    *("torch_dtype", "quantization_config", "auto_map", "tokenizer_class"),
+}
+
+
 class Checkpoint(NamedTuple):
     """The config of a folder, the place of its tensors, and an adjustment by (name, tensor)."""
 
@@ -259,6 +266,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     values = read_config(path)
     family = ARCHITECTURES[architecture_of(values, path)]
     config = family.parse(values, path)
+    _tell_unknown(values, path)
     # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
     # one id, and this the end of a turn too.
     newer = directory / "generation_config.json"
@@ -268,6 +276,19 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
     adjust = functools.partial(family.adjust, values)
     return Checkpoint(family, config, family.leaves(config), adjust)
+
+
+def _tell_unknown(values: dict[str, Any], path: Path) -> None:
+    """Name the fields that transformers does not know for this type of model either."""
+    from transformers import CONFIG_MAPPING
+
+    kind = values.get("model_type")
+    # The first Baichuan came with code of its own.
+    if not kind or kind not in CONFIG_MAPPING:
+        return
+    unknown = sorted(values.keys() - CONFIG_MAPPING[kind]().to_dict().keys() - _OLDER_FIELDS)
+    if unknown:
+        say(f"{path}: fields that are not read, unknown for {kind}: {', '.join(unknown)}")
 
 
 def architecture_of(values: dict[str, Any], path: Path) -> str:

@@ -149,7 +149,7 @@ class TensorFiles:
                     "from where it lies"
                 )
         # A second copy of the weights, or weights that somebody wanted to add.
-        suffixes = (".safetensors", ".pth", ".gguf", *TORCH_SUFFIXES)
+        suffixes = (".safetensors", ".pth", ".gguf", ".h5", ".msgpack", *TORCH_SUFFIXES)
         unread = [
             path.name
             for path in sorted(self.directory.iterdir())

@@ -295,3 +295,26 @@ def test_odd_values_in_a_heads_config_are_read_or_refused_in_one_line(
         for odd in ODD[:-1]:
             (head / "config.json").write_text(json.dumps(values | {name: odd}))
             mistake_of(lambda: load_draft(str(head), base, allow_base_mismatch=True))
+
+
+def test_fields_that_nobody_knows_are_named(folder, capsys):
+    edit_json(folder / "config.json", num_local_experts=4, unknown_key={})
+    load_base(str(folder))
+    assert capsys.readouterr().err == (
+        f"{folder}/config.json: fields that are not read, unknown for llama: num_local_experts, "
+        "unknown_key\n"
+    )
+
+
+def test_an_empty_activation_is_not_the_default(folder):
+    edit_json(folder / "config.json", hidden_act="")
+    with pytest.raises(UserError, match="hidden_act '' is not supported"):
+        load_base(str(folder))
+
+
+def test_two_block_sizes_of_a_head_that_differ_are_refused(fixtures_dir, tmp_path):
+    base = load_base(str(fixtures_dir / "dflash2_reference" / "base"))
+    head = copy_of(fixtures_dir / "dflash2_reference" / "dflash2", tmp_path / "head")
+    edit_json(head / "config.json", block_size=16)
+    with pytest.raises(UserError, match="block_size is 16, but 6 within dflash_config"):
+        load_draft(str(head), base)
