@@ -164,6 +164,11 @@ def test_decoding_with_a_cache(make, name):
     assert_ragged_decoding(*make(name))
 
 
+@pytest.mark.parametrize("name", ["qwen3-next, a dense layer", "qwen3.5"])
+def test_texts_of_several_windows_of_a_delta_net(make, name):
+    assert_padded_rows(*make(name), rows=((150,), (20, 63, 1, 66), (65,)))
+
+
 def test_a_window_leaves_whole_chunks_of_a_long_cache_behind(make):
     """The first chunk is needed at first, and no longer when the shortest row has grown."""
     expected, base = make("mistral, a short window")
