@@ -235,18 +235,38 @@ def read_window(
     if follows is not None:
         of_state = jnp.where(follows[:, None, None], of_state, 0)
 
-    # A solve of the system for all value heads; ancestors come first, so it is triangular.
+    # Ancestors come first, so the system is triangular.
     known = _product("bkih,bkghe->bkgie", tokens.key, state) * of_state[..., None]
     alike = _product("bkih,bkjh->bkij", tokens.key, tokens.key)[:, :, None]
     system = jnp.tril(tokens.strength[..., None] * left * alike, -1)
     right = tokens.strength[..., None] * (tokens.value - known)
-    update = jax.lax.linalg.triangular_solve(
-        system, right, left_side=True, lower=True, unit_diagonal=True
-    )
+    update = _product("bkgij,bkgje->bkgie", unit_inverse(system), right)
 
     asked = _product("bkih,bkjh->bkij", tokens.query, tokens.key)[:, :, None]
     output = _product("bkih,bkghe->bkgie", tokens.query, state) * of_state[..., None]
     return output + _product("bkgij,bkgje->bkgie", left * asked, update), update
+
+
+def unit_inverse(lower: Float[Array, "*b T T"]) -> Float[Array, "*b T T"]:
+    """Return the inverse of I + a strictly lower triangular matrix, by products of matrices.
+
+    A library's solver is a call that a mesh cannot split, and slow for many small matrices. Each
+    step joins the inverses P and Q of two neighbouring blocks on the diagonal; with C below the
+    first, the inverse of both is [[P, 0], [-Q C P, Q]]. For keys of length 1 and strengths up to 1
+    every part is as bounded as the rule itself, so rounding does not grow.
+    """
+    size = lower.shape[-1]
+    index = jnp.arange(size)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+    span = 1
+    while span < size:
+        # Entries of the second half of each block of 2 span rows, below the first half.
+        row, column = index[:, None] // span, index // span
+        below = jnp.where((row % 2 == 1) & (row - 1 == column), lower, 0)
+        right = _product("...ij,...jk->...ik", below, inverse)
+        inverse = inverse - _product("...ij,...jk->...ik", inverse, right)
+        span *= 2
+    return inverse
 
 
 def read_documents(
