@@ -84,6 +84,12 @@ def key_values(cache: PyTree) -> list[KeyValue]:
     return list(filter(_is_key_value, jax.tree.leaves(cache, is_leaf=_is_key_value)))
 
 
+def delta_states(cache: PyTree) -> list[DeltaState]:
+    """Return the states of delta nets in a cache."""
+    nodes = jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, DeltaState))
+    return [node for node in nodes if isinstance(node, DeltaState)]
+
+
 def _map_layers(function: Callable[[KeyValue], Any], cache: PyTree) -> PyTree:
     return jax.tree.map(
         lambda node: function(node) if _is_key_value(node) else node, cache, is_leaf=_is_key_value
