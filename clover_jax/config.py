@@ -99,6 +99,41 @@ class RopeConfig(JsonConfig):
 
 
 @dataclasses.dataclass(frozen=True)
+class DeltaConfig(JsonConfig):
+    """A gated delta net in the place of attention (`models/delta_net.py`).
+
+    num_key_heads, num_value_heads: each key head serves a group of value heads.
+    key_size, value_size: entries of a key and of a value.
+    conv_size: tokens that the convolution reads, the newest one included.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_size: int
+    value_size: int
+    conv_size: int = 4
+
+    def __post_init__(self):
+        if self.num_value_heads % self.num_key_heads:
+            raise ValueError(
+                f"the delta net's num_value_heads ({self.num_value_heads}) must be divisible by "
+                f"its num_key_heads ({self.num_key_heads})"
+            )
+        if self.conv_size < 2:
+            raise ValueError(f"the delta net's conv_size ({self.conv_size}) must be at least 2")
+
+    @property
+    def num_groups(self) -> int:
+        """Value heads per key head."""
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def channels(self) -> int:
+        """What the convolution reads for one key head: a query, a key, and the group's values."""
+        return 2 * self.key_size + self.num_groups * self.value_size
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerConfig(JsonConfig):
     """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it.
 
@@ -115,6 +150,10 @@ class LayerConfig(JsonConfig):
         token reads experts_per_token; 0 is the one MLP for all.
     normed_weights: whether the weights of a token's experts are made to sum up to 1.
     expert_bias: biases of the router and of all of the experts' matrices (gpt-oss).
+    shared_expert_size: width of an MLP more that every token reads, times a gate of its own; 0 is
+        none (Qwen3-Next).
+    output_gate: attention's output is multiplied by a sigmoid of the input (Qwen3-Next).
+    delta: a delta net in the place of attention; None is attention.
     """
 
     hidden_size: int
@@ -142,6 +181,9 @@ class LayerConfig(JsonConfig):
     normed_weights: bool = True
     expert_bias: bool = False
     sinks: bool = False
+    shared_expert_size: int = 0
+    output_gate: bool = False
+    delta: DeltaConfig | None = None
 
     def __post_init__(self):
         # Each key head serves a whole group of query heads.
@@ -188,7 +230,8 @@ class BaseConfig(LayerConfig):
 
     It has the fields that its layers share, and the fields of the model around them.
 
-    full_attention_layers: indices of the layers without the `sliding_window`.
+    full_attention_layers: indices of the layers without the `sliding_window`, or with attention
+        where the others have a delta net.
     unrotated_layers: indices of the layers without rotation (SmolLM3).
     dense_layers: indices of the layers that have one MLP where the others have experts.
     local_rope: rotation of the layers with the window; None: as the others (Gemma 3).
@@ -226,6 +269,8 @@ class BaseConfig(LayerConfig):
             expert_size=0,
             normed_weights=True,
             expert_bias=False,
+            shared_expert_size=0,
+            delta=None,
             mlp_bias=self.mlp_bias or self.expert_bias,
         )
 
@@ -234,7 +279,7 @@ class BaseConfig(LayerConfig):
         # Some families alternate layers with and without a window, or with and without experts.
         changes: dict[str, Any] = {}
         if index in self.full_attention_layers:
-            changes["sliding_window"] = None
+            changes |= {"sliding_window": None, "delta": None}
         elif self.sliding_window is not None and self.local_rope is not None:
             changes["rope"] = self.local_rope
         if index in self.unrotated_layers:

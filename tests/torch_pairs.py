@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.models.cache import init_cache, write_rows
+from clover_jax.models.cache import init_base_cache, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask, packed_mask
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -98,23 +98,24 @@ def assert_ragged_decoding(
     decoder, config = Decoder(base.config), base.config
 
     @jax.jit
-    def forward(params, ids, cache, length):
+    def forward(params, ids, cache, length, count):
         positions = length[:, None] + jnp.arange(ids.shape[1])
         variables = {"params": params}
         output = decoder.apply(variables, ids, positions, causal_mask(*ids.shape), cache, length)
         logits = base_logits(config, params, output.hidden["post_norm"])
-        return logits, write_rows(cache, output.fresh, length)
+        return logits, write_rows(cache, output.fresh, length, count)
 
     padded = np.zeros((len(rows), max(prompts)), np.int32)
     for index, (row, size) in enumerate(zip(rows, prompts, strict=True)):
         padded[index, :size] = row[:size]
-    cache = init_cache(config.layer, config.num_layers, len(rows), cache_length, "float32")
-    logits, cache = forward(base.params, padded, cache, np.zeros(len(rows), np.int32))
+    cache = init_base_cache(config, len(rows), cache_length, "float32")
+    none = np.zeros(len(rows), np.int32)
+    logits, cache = forward(base.params, padded, cache, none, prompts.astype(np.int32))
     found = [[np.asarray(logits)[i, :size]] for i, size in enumerate(prompts)]
     for step in range(num_steps):
         ids = [[row[size + step]] for row, size in zip(rows, prompts, strict=True)]
         length = (prompts + step).astype(np.int32)
-        logits, cache = forward(base.params, np.array(ids, np.int32), cache, length)
+        logits, cache = forward(base.params, np.array(ids, np.int32), cache, length, none + 1)
         for index, row_logits in enumerate(np.asarray(logits)):
             found[index].append(row_logits)
     for index, row in enumerate(rows):

@@ -30,7 +30,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.layers import CLAMP, CLAMPED_GAIN
 
-# The leaves of a layer's experts, in the order in which `_expert_leaves` takes their names.
+# The leaves of a layer's experts, in the order in which `expert_leaves` takes their names.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 # Defaults of transformers' configs for absent fields.
 MIXTRAL_DEFAULTS: dict[str, Any] = {
@@ -123,7 +123,7 @@ def with_experts(
     return dataclasses.replace(config, **experts, **changes)
 
 
-def _expert_leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
+def expert_leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
     """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
     # [in, out] of an expert's gate, up and down, as in our leaves.
@@ -269,10 +269,10 @@ def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 # In Mixtral's names w1 is gate, w3 is up and w2 is down.
 MIXTRAL = Family(
     parse_mixtral_config,
-    functools.partial(_expert_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),
+    functools.partial(expert_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),
 )
 QWEN3_MOE = Family(
     parse_qwen3_moe_config,
-    functools.partial(_expert_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")),
+    functools.partial(expert_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")),
 )
 GPT_OSS = Family(parse_gpt_oss_config, gpt_oss_leaves, files=Mxfp4Files)

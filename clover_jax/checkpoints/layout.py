@@ -128,6 +128,7 @@ _BEYOND_LLAMA = {
     "score_cap": "soft-capped scores",
     "post_norms": "norms after attention and MLP",
     "sinks": "attention sinks",
+    "output_gate": "gated attention",
     "activation": "an activation of its own",
 }
 

@@ -59,8 +59,8 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
             "when head_dim is not given"
         )
     rope = parse_rope(values, path)
-    # Only Phi's decoder is supported with a part of each head unrotated.
-    if rope.share != 1 and values.get("model_type") != "phi3":
+    # Only these families are known to leave a part of each head unrotated.
+    if rope.share != 1 and values.get("model_type") not in ("phi3", "qwen3_next"):
         raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
     eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)
     # Beyond its original length longrope rotates all keys by its long factors, also those in the
@@ -202,8 +202,16 @@ def read_window(values: dict[str, Any], path: Path) -> int | None:
     return values.get("sliding_window")
 
 
-def read_full_layers(values: dict[str, Any], default: Iterable[int], path: Path) -> tuple[int, ...]:
-    """Return the layers that see everything, by `layer_types`; `default` where there is none."""
+def read_full_layers(
+    values: dict[str, Any],
+    default: Iterable[int],
+    path: Path,
+    known: tuple[str, ...] = (SLIDING, FULL),
+) -> tuple[int, ...]:
+    """Return the layers that see everything, by `layer_types`; `default` where there is none.
+
+    known: the types that the family has.
+    """
     num_layers, types = values["num_hidden_layers"], values.get("layer_types")
     if types is None:
         return tuple(default)
@@ -211,9 +219,9 @@ def read_full_layers(values: dict[str, Any], default: Iterable[int], path: Path)
         raise UserError(f"{path}: layer_types must list {num_layers} types, one a layer")
     # Other types (linear attention, chunks) are other computations.
     for kind in types:
-        if kind not in (SLIDING, FULL):
+        if kind not in known:
             raise UserError(
-                f"{path}: layer type {kind!r} is not supported, only {SLIDING} and {FULL}"
+                f"{path}: layer type {kind!r} is not supported, only {' and '.join(known)}"
             )
     return tuple(index for index, kind in enumerate(types) if kind == FULL)
 

@@ -209,10 +209,10 @@ def adjust_granite(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.
 
 def parse_qwen3_vl_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the config of a Qwen3-VL into that of its text."""
-    return parse_qwen3_config(_text_fields(values, path), path)
+    return parse_qwen3_config(text_fields(values, path), path)
 
 
-def _text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
+def text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the fields of the text part of a config that also reads images."""
     text = values.get("text_config")
     if not isinstance(text, dict):
@@ -222,22 +222,21 @@ def _text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     return {name: values[name] for name in outer if values.get(name) is not None} | text
 
 
-def _qwen3_vl_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return `base_leaves` by the names that the text has next to the part for images."""
+def with_images(leaves: list[Leaf]) -> list[Leaf]:
+    """Return leaves by the names that the text has next to the part for images."""
 
     def named(piece: Piece) -> Piece:
         name = re.sub(r"^model\.", "model.language_model.", piece.name)
         return dataclasses.replace(piece, name=name)
 
-    return [
-        dataclasses.replace(leaf, pieces=tuple(map(named, leaf.pieces)))
-        for leaf in base_leaves(config)
-    ]
+    return [dataclasses.replace(leaf, pieces=tuple(map(named, leaf.pieces))) for leaf in leaves]
 
 
 GRANITE = Family(parse_granite_config, adjust=adjust_granite)
 QWEN3_VL = Family(
-    parse_qwen3_vl_config, _qwen3_vl_leaves, ignored=r"model\.visual\..*|lm_head\.weight"
+    parse_qwen3_vl_config,
+    lambda config: with_images(base_leaves(config)),
+    ignored=r"model\.visual\..*|lm_head\.weight",
 )
 PHI3 = Family(
     parse_phi3_config,
@@ -302,7 +301,7 @@ def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
 def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the config of a Gemma 3 that also reads images into that of its text."""
-    return parse_gemma3_config(_text_fields(values, path), path)
+    return parse_gemma3_config(text_fields(values, path), path)
 
 
 def _parse_gemma(values: dict[str, Any], path: Path, every: int) -> BaseConfig:

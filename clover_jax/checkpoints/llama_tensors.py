@@ -97,10 +97,11 @@ def layer_leaves(
 
     # qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value. One product
     # makes them all, and a shard holds a head next to the queries that read it.
+    queries = 2 * groups if config.output_gate else groups  # gates are stored as queries
     slots: dict[str, tuple[tuple[int, ...], int | slice]] = {
-        "q": ((heads, groups, size), slice(0, groups)),
-        "k": ((heads, size), groups),
-        "v": ((heads, size), groups + 1),
+        "q": ((heads, queries, size), slice(0, queries)),
+        "k": ((heads, size), queries),
+        "v": ((heads, size), queries + 1),
     }
     pieces, biases = [], []
     for letter, (split, slot) in slots.items():
@@ -108,7 +109,7 @@ def layer_leaves(
         weight = Piece(f"{name}.weight", (rows, read), (*split, read), (len(split), *axes))
         pieces.append(dataclasses.replace(weight, index=(every, every, slot)))
         biases.append(Piece(f"{name}.bias", (rows,), split, tuple(axes), (every, slot)))
-    fused = (heads, groups + 2, size)
+    fused = (heads, queries + 2, size)
     leaves.append(Leaf((*attention, "qkv"), (read, *fused), tuple(pieces)))
 
     # out [K, G, H, D], stored as [D, N H]: query head n is number n % G of those that read

@@ -38,6 +38,7 @@ from clover_jax.checkpoints.llama_kin import (
     parse_smollm3_config,
 )
 from clover_jax.checkpoints.llama_tensors import Family
+from clover_jax.checkpoints.qwen_hybrids import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_NEXT
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.checkpoints.sources import find_directory, found_below
 from clover_jax.checkpoints.tensor_files import TensorFiles
@@ -229,6 +230,10 @@ _FAMILIES = (
     ("GraniteForCausalLM", "granite", GRANITE),
     # The text part is read.
     ("Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL),
+    ("Qwen3NextForCausalLM", "qwen3_next", QWEN3_NEXT),
+    ("Qwen3_5ForCausalLM", "qwen3_5_text", QWEN3_5),
+    ("Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN3_5_IMAGES),
+    ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN3_5_MOE),
     ("Gemma2ForCausalLM", "gemma2", GEMMA2),
     ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     # 4B and larger: the text part is read.

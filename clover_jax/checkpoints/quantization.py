@@ -33,6 +33,7 @@ PARTS = ("base", "draft")
 INPUTS = {
     "qkv": (0,),
     "out": (0, 1, 2),
+    "delta_in": (0,),
     "gate_up": (0,),
     "down": (0,),
     "expert_gate": (1,),

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import FLOAT32, Params, Place
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.config import BaseConfig, RopeConfig
+from clover_jax.config import BaseConfig, DeltaConfig, RopeConfig
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
 
@@ -51,6 +51,19 @@ def _shape(vocabulary, width, inner, layers, heads, kv_heads, **options) -> Base
 
 def _experts(number: int, per_token: int, size: int) -> dict[str, Any]:
     return {"num_experts": number, "experts_per_token": per_token, "expert_size": size}
+
+
+def _qwen3_5(value_heads: int) -> dict[str, Any]:
+    return {
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(theta=10_000_000.0, share=0.25),
+        "max_position_embeddings": 262_144,
+        "query_key_norm": True,
+        "output_gate": True,
+        "delta": DeltaConfig(16, value_heads, 128, 128),
+        "full_attention_layers": tuple(range(3, 64, 4)),
+    }
 
 
 # From the config.json of each.
@@ -102,6 +115,18 @@ SHAPES = {
         full_attention_layers=tuple(range(5, 62, 6)),
         local_rope=RopeConfig(),
         embedding_scale=5376**0.5,
+    ),
+    "qwen3.5-27b": _shape(248_320, 5120, 17_408, 64, 24, 4, **_qwen3_5(48)),
+    "qwen3.5-35b-a3b": _shape(
+        248_320,
+        2048,
+        512,
+        40,
+        16,
+        2,
+        **_qwen3_5(32),
+        **_experts(256, 8, 512),
+        shared_expert_size=512,
     ),
     # Not a published model: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _shape(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),

@@ -463,7 +463,7 @@ class Engine:
         seed = self._seed if request.seed is None else request.seed
         key = np.uint32(seed), np.array([index, request.turn or -1], np.int32)
         # One program makes all arrays: one by one they took longer than a small base's prefill.
-        return self.states.begin(size, batch.cache[0].key.dtype, fields, settings, *key)
+        return self.states.begin(size, batch.features.dtype, fields, settings, *key)
 
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings
@@ -473,11 +473,14 @@ class Engine:
         """Return the tokens of a prompt that may come from another row's cache: all or none.
 
         No tokens for a head that learns from the text that it reads (recycle): another row's text
-        would change its accepted lengths. No tokens where the prompt's own scores are wanted.
+        would change its accepted lengths. No tokens where the prompt's own scores are wanted. No
+        tokens for a base with delta nets: a slot's states are those after its whole text, and
+        cannot be taken back to where another prompt leaves it.
         """
         head = self.config.head
         learns = head is not None and head.module.observes
-        is_read_whole = learns or request.wants_prompt_scores
+        has_states = self.config.base.delta is not None
+        is_read_whole = learns or has_states or request.wants_prompt_scores
         return np.array([] if is_read_whole else request.prompt_ids, np.int32)
 
     def _shared(self, slot: int, prompt: np.ndarray, whole: bool = False) -> int:

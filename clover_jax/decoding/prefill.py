@@ -50,7 +50,10 @@ def prefill_chunk(
     features, post_norm = tree_features(config, output.hidden), output.hidden["post_norm"]
     # The write waits for the read, or XLA would keep a copy of the cache.
     write_at = ordered_after(starts, post_norm)
-    state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
+    # A state moves past the prompt's own tokens only, and not once its row has its first token.
+    count = jnp.where(state.finish == EMPTY, jnp.clip(state.end - starts, 0, size), 0)
+    count = ordered_after(count, post_norm)
+    state = state.replace(cache=write_rows(state.cache, output.fresh, write_at, count))
     if config.head is not None:
         state = absorb_prompt(config, weights, state, features, start)
     state = _emit_first(config, weights, state, post_norm, features, start)

@@ -17,7 +17,7 @@ from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import known_text
 from clover_jax.models.attention import CACHE_CHUNK
-from clover_jax.models.cache import Cache, init_cache, key_values, map_key_values
+from clover_jax.models.cache import Cache, init_base_cache, key_values, map_key_values
 
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
 EOS_ROOM = 8  # EOS tokens that a row may have, or as many as the base has if these are more
@@ -32,7 +32,8 @@ class DecodeState(struct.PyTreeNode):
     limit:    [B] `end` at which the row stops.
     eos:      [B, E] tokens that end the row, padded with -1.
     finish:   [B] RUNNING, or why the row stopped.
-    cache:    the base's KV cache, per layer [B, K, S, H].
+    cache:    the base's KV cache, per layer [B, K, S, H], or the state of a delta net after
+        `length` positions.
     draft_cache: the head's KV cache, other state of the text, or ().
     features: [B, A, F] base features of the positions accepted last, which the head has not
         absorbed yet; the first count[b] are valid.
@@ -98,7 +99,7 @@ def empty_state(
         limit=zeros(),
         eos=zeros(num_eos) - 1,
         finish=zeros() + EMPTY,
-        cache=init_cache(base.layer, base.num_layers, batch, size, dtype),
+        cache=init_base_cache(base, batch, size, dtype),
         draft_cache=draft_cache,
         features=jnp.zeros((batch, accepted, num_features * base.hidden_size), dtype),
         next_tokens=zeros(accepted),

@@ -467,7 +467,8 @@ def commit(
 ) -> tuple[DecodeState, StepRecord]:
     """Append each running row's accepted path and bonus token; finished rows keep their text.
 
-    fresh: keys and values of the tree's slots. features: what the head will read of them.
+    fresh: keys and values of the tree's slots, or a delta net's rows. features: what the head will
+        read of the slots.
     by_kernel: as `write_rows` has it.
     Committed positions follow the emitted tokens: length = end - 1 always, so at most
     limit - 1 + A positions of the buffers are ever written.
@@ -482,6 +483,7 @@ def commit(
     # The write must wait for the read. In plain decoding the path is constant, the bonus is not.
     write_at = ordered_after(state.length, accepted.bonus)
     write = functools.partial(write_rows, by_kernel=by_kernel)
+    rows = gather_rows(fresh, accepted.path)
 
     new = state.replace(
         # Beyond the emitted tokens this leaves garbage, which later steps overwrite.
@@ -489,7 +491,8 @@ def commit(
         length=state.length + emitted,
         end=state.end + emitted,
         finish=jnp.where(running, emission.finish, state.finish),
-        cache=over_rows_and_heads(write, state.cache, gather_rows(fresh, accepted.path), write_at),
+        # A row that has ended emits nothing, so a delta net's state stays.
+        cache=over_rows_and_heads(write, state.cache, rows, write_at, emitted),
         features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
             state.features.dtype
         ),

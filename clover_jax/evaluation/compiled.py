@@ -36,7 +36,7 @@ from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import speculate_and_verify
 from clover_jax.errors import UserError
 from clover_jax.evaluation.targets import Chip, Target, find_devices
-from clover_jax.models.cache import key_values
+from clover_jax.models.cache import delta_states, key_values
 from clover_jax.models.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.models.placement import (
     bytes_per_device,
@@ -256,8 +256,9 @@ class LoweredStep:
 
     weights, states: its arguments, as shapes with shardings. rows: of the batch on all devices.
     size: positions of a cache. floor_bytes: on one device, the weights once for every product that
-    reads them and the live part of the caches; floor_seconds: for these and the products. It is
-    not a lower bound: fast memory may keep a weight from one product to the next.
+    reads them, the live part of the caches, and the states of delta nets twice; floor_seconds: for
+    these and the products. It is not a lower bound: fast memory may keep a weight from one product
+    to the next.
     """
 
     lowered: Lowered
@@ -305,6 +306,7 @@ def lower_step(
     # Anything else that a head keeps is looked up, a few entries a step.
     caches = key_values((states.cache, states.draft_cache))
     floor = work.weight_bytes / shape.tensor + context / size * bytes_of(caches)
+    floor += 2 * bytes_of(delta_states(states.cache))  # read and written at every step
     seconds = target.chip.floor(floor, work.flops / shape.size)
     return LoweredStep(lowered, shape, weights, states, batch, size, floor, seconds)
 

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Array, Int, Params
+from clover_jax.decoding.accept import keep_rows
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.programs import options_here, repeated
 from clover_jax.decoding.requests import Request
@@ -30,6 +31,7 @@ from clover_jax.evaluation.plan import Method, Plan, TimedPass
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
+from clover_jax.models.delta_net import DeltaState
 from clover_jax.models.placement import gathered_in_use, over_rows_and_heads
 from clover_jax.models.top_k import top_k
 
@@ -229,7 +231,11 @@ def read_again(
     for start in range(0, len(cases), engine.batch_size):
         group = cases[start : start + engine.batch_size]
         # The prompts are read as in decoding; from there on the text is given.
-        state = engine.prefilled(params, None, [case.request for case in group])
+        requests = [case.request for case in group]
+        state = engine.prefilled(params, None, requests)
+        cache = state.cache
+        if engine.config.base.delta is not None:
+            cache = _cache_before(engine, params, requests, at_once)
         longest = max(len(case.output_ids) for case in group)
         tokens = np.zeros(state.tokens.shape, np.int32)
         rivals = np.zeros((engine.batch_size, bucket(longest)), np.int32)  # few sizes to compile
@@ -248,11 +254,33 @@ def read_again(
         none = np.zeros(rivals.shape, np.float32)
         empty = Scores(placement.array(none), placement.array(none))
         with placement.in_use():
-            _, filled = _program(engine.config, at_once)(given, (state.cache, empty), longest)
+            _, filled = _program(engine.config, at_once)(given, (cache, empty), longest)
         scores = placement.read(filled)
         for row, case in enumerate(group):
             length = len(case.output_ids)
             yield Scores(scores.lead[row, :length], scores.gap[row, :length])
+
+
+def _cache_before(
+    engine: Engine, params: Params, requests: Sequence[Request], at_once: int
+) -> Cache:
+    """Return caches of all but the last tokens of prompts, which `add_scores` reads at first.
+
+    Keys and values may be written again, but a state must stand before the first token to read.
+    """
+    # At least one token is read; the states of prompts that are no longer begin empty.
+    shorter = []
+    for each in requests:
+        kept = max(len(each.prompt_ids) - at_once, 1)
+        room = each.max_new_tokens + len(each.prompt_ids) - kept
+        ids = each.prompt_ids[:kept]
+        shorter.append(dataclasses.replace(each, prompt_ids=ids, max_new_tokens=room))
+    cache = engine.prefilled(params, None, shorter).cache
+    lengths = [len(each.prompt_ids) for each in requests]
+    lengths += [0] * (engine.batch_size - len(lengths))
+    begun = engine.placement.array(np.array(lengths) > at_once)
+    empty = functools.partial(jax.tree.map, lambda x: keep_rows(begun, x, jnp.zeros_like(x)))
+    return tuple(empty(layer) if isinstance(layer, DeltaState) else layer for layer in cache)
 
 
 @functools.cache  # or every draft would compile it again
@@ -296,4 +324,6 @@ def add_scores(
     filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), scores_so_far, new)
     # The cache is written only after the scores that need it as it was.
     write_at = ordered_after(start, scores)
-    return over_rows_and_heads(write_rows, cache, output.fresh, write_at), filled
+    # States move to the first token of the next step.
+    count = jnp.maximum(newest + 2 - at_once, 0) - start
+    return over_rows_and_heads(write_rows, cache, output.fresh, write_at, count), filled

@@ -43,7 +43,7 @@ from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
 from clover_jax.evaluation.compiled import Work, count_work
 from clover_jax.evaluation.plan import Method
-from clover_jax.models.cache import key_values
+from clover_jax.models.cache import delta_states, key_values
 from clover_jax.runtime.turns import Run
 
 STEPS = 8  # as in the engine's chunks
@@ -149,7 +149,8 @@ class Bench:
         self._buffers = {name: getattr(state, name) for name in _BUFFERS}
         self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
         live = context / size  # the share of the caches that holds anything
-        self.base_cache_bytes = live * _num_bytes(state.cache)
+        self.base_cache_bytes = live * _num_bytes(key_values(state.cache))
+        self.base_cache_bytes += _num_bytes(delta_states(state.cache))
         # Anything else that a head keeps is looked up, a few entries a step.
         self.draft_cache_bytes = live * _num_bytes(key_values(state.draft_cache))
 

@@ -3,6 +3,8 @@
 A stacked [L, ...] cache is copied whole at every iteration of a compiled loop; separate arrays
 are updated in place. Rows of a batch advance independently, so each row writes at its own length.
 What lies at or beyond a row's length is garbage: it is masked when read, never cleared.
+
+A delta net has a state of fixed size in the place of keys and values (`models/delta_net.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, PyTree
-from clover_jax.config import LayerConfig
+from clover_jax.config import BaseConfig, LayerConfig
+from clover_jax.models.delta_net import DeltaState, empty_delta_state, move_state
 
 # Rows of a batch, for `write_rows`: each is traced separately, and more would compile too long.
 MOST_ROWS_ONE_BY_ONE = 128
@@ -35,7 +38,8 @@ class KeyValue(struct.PyTreeNode):
     reader: Callable | None = struct.field(pytree_node=False, default=None)
 
 
-Cache = tuple[KeyValue, ...]
+# A `KeyValue` for each layer; of a base's layers some may have a `DeltaState`.
+Cache = tuple[Any, ...]
 
 
 def init_cache(
@@ -50,6 +54,17 @@ def init_cache(
     return tuple(
         KeyValue(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
         for _ in range(num_layers)
+    )
+
+
+def init_base_cache(config: BaseConfig, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+    """Return what a base's layers know of no text yet: `init_cache`'s pairs, or states."""
+    layers = [config.layer_at(index) for index in range(config.num_layers)]
+    return tuple(
+        empty_delta_state(layer.delta, batch, dtype)
+        if layer.delta
+        else init_cache(layer, 1, batch, length, dtype)[0]
+        for layer in layers
     )
 
 
@@ -69,6 +84,12 @@ def key_values(cache: PyTree) -> list[KeyValue]:
     return list(filter(_is_key_value, jax.tree.leaves(cache, is_leaf=_is_key_value)))
 
 
+def delta_states(cache: PyTree) -> list[DeltaState]:
+    """Return the states of delta nets in a cache."""
+    nodes = jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, DeltaState))
+    return [node for node in nodes if isinstance(node, DeltaState)]
+
+
 def _map_layers(function: Callable[[KeyValue], Any], cache: PyTree) -> PyTree:
     return jax.tree.map(
         lambda node: function(node) if _is_key_value(node) else node, cache, is_leaf=_is_key_value
@@ -81,6 +102,8 @@ def _is_key_value(node: Any) -> bool:
 
 def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:
     """Select rows of freshly computed keys and values: [B, K, T, H] -> [B, K, A, H].
+
+    The `DeltaRows` of a delta net have the same axes.
 
     For TPU by a product, which is exact and gives each row as the cache has it: rows that are
     looked up lie otherwise and are copied one by one, at 25 instead of 4 us for one array of 16
@@ -108,10 +131,16 @@ def _by_product(fresh: Cache, index: Array) -> Cache:
 
 
 def write_rows(
-    cache: Cache, rows: Cache, start: Int[Array, " B"], by_kernel: bool = False
+    cache: Cache,
+    rows: Cache,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"] | None = None,
+    by_kernel: bool = False,
 ) -> Cache:
     """Write [B, K, A, H] rows at positions start[b] .. start[b] + A - 1 of each batch row.
 
+    count: how many of the A rows are committed: a delta net's state moves past these, and cannot
+        be overwritten later as keys and values are. A cache without states needs none.
     by_kernel: whether a kernel for TPU reads the cache. A single position's rows then lie otherwise
         than the cache, and are flattened first, or each is copied by itself: 2.75 us a row and
         layer. Where XLA reads, that costs more than it saves (the compiler's estimates).
@@ -131,11 +160,15 @@ def write_rows(
         write_each = functools.partial(_write_one_by_one, flat=by_kernel and new.shape[2] == 1)
         return jax.lax.platform_dependent(*arguments, tpu=write_each, default=_write_at_once)
 
-    # Field by field, because the rows do not know the cache's reader.
-    return tuple(
-        old.replace(key=write(old.key, new.key), value=write(old.value, new.value))
-        for old, new in zip(cache, rows, strict=True)
-    )
+    def extend(old: Any, new: Any) -> Any:
+        if isinstance(old, DeltaState):
+            if count is None:
+                raise ValueError("a delta net's state needs the number of committed rows")
+            return move_state(old, new, count)
+        # Field by field, because the rows do not know the cache's reader.
+        return old.replace(key=write(old.key, new.key), value=write(old.value, new.value))
+
+    return tuple(map(extend, cache, rows))
 
 
 def _write_at_once(buffer: Array, new: Array, start: Array) -> Array:

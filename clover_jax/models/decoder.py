@@ -19,6 +19,7 @@ from clover_jax.array_types import FLOAT32, Array, Bool, Float, Int, Params, typ
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
+from clover_jax.models.delta_net import DeltaNet
 from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
@@ -35,7 +36,8 @@ class DecoderOutput(struct.PyTreeNode):
 
     hidden: name -> [B, T, D]: "layer_0" .. (the state entering that layer), "pre_norm" (h,
         before the final norm), "post_norm" (g, after it). Unused ones cost nothing in jit.
-    fresh: per layer, [B, K, T, H] keys and values of these positions, not in the cache.
+    fresh: per layer, [B, K, T, H] keys and values of these positions, not in the cache, or the
+        `DeltaRows` of a delta net.
     """
 
     hidden: dict[str, Array]
@@ -43,7 +45,10 @@ class DecoderOutput(struct.PyTreeNode):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention; q, k, v fused as [D, K, G + 2, H] so that heads shard on K."""
+    """Grouped-query attention; q, k, v fused as [D, K, G + 2, H] so that heads shard on K.
+
+    With gates of the output [D, K, 2 G + 2, H]: each query's gate follows it.
+    """
 
     config: LayerConfig
 
@@ -66,7 +71,8 @@ class SelfAttention(nn.Module):
         # One product gives queries, keys and values; heads stay whole on every shard of K.
         cfg = self.config
         width, groups = cfg.hidden_size, cfg.num_groups
-        heads = (cfg.num_kv_heads, groups + 2, cfg.head_dim)
+        queries = 2 * groups if cfg.output_gate else groups  # each next to its gate
+        heads = (cfg.num_kv_heads, queries + 2, cfg.head_dim)
         qkv = self.param("qkv", matrix_init(x.shape[-1]), (x.shape[-1], *heads))
         init = matrix_init(cfg.num_heads * cfg.head_dim)
         out = self.param("out", init, (cfg.num_kv_heads, groups, cfg.head_dim, width))
@@ -78,7 +84,9 @@ class SelfAttention(nn.Module):
             fused = fused + bias[:, :, None]
 
         # Separate from here on: as one rotated array, a TPU copies the queries next to their keys.
-        query, key, value = fused[:, :, :groups], fused[:, :, groups], fused[:, :, groups + 1]
+        query, key, value = fused[:, :, :queries], fused[:, :, queries], fused[:, :, queries + 1]
+        if cfg.output_gate:
+            query, gate = query[:, :, ::2], query[:, :, 1::2]
         if cfg.query_key_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         if not (cfg.alibi or cfg.unrotated):
@@ -91,6 +99,8 @@ class SelfAttention(nn.Module):
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_kv_heads, groups))
         rules = ScoreRules.of(cfg, positions, sinks)
         mixed = attend(query, fresh, mask, cache, length, rules)
+        if cfg.output_gate:
+            mixed = mixed * jax.nn.sigmoid(gate[..., -mixed.shape[3] :, :])
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x) * mixed.shape[3], -1)
         result = contract("rn,nd->rd", heads_last, out.reshape(-1, width))
@@ -116,6 +126,8 @@ def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
 class DecoderLayer(nn.Module):
     """Pre-norm attention and MLP, x + [norm] f(norm x); also the layer of the Augmenting Block.
 
+    A delta net may take the place of attention.
+
     input_norm: False leaves out the norm before attention (EAGLE-1's layer).
     """
 
@@ -126,7 +138,7 @@ class DecoderLayer(nn.Module):
         eps = self.config.rms_norm_eps
         if self.input_norm:
             self.attention_norm = RMSNorm(eps)
-        self.attention = SelfAttention(self.config)
+        self.attention: Any = (DeltaNet if self.config.delta else SelfAttention)(self.config)
         self.mlp_norm = RMSNorm(eps)
         self.mlp = ExpertMLP(self.config) if self.config.num_experts else GatedMLP(self.config)
         # A function without params, so most bases have no leaf for these norms.

@@ -18,6 +18,7 @@ computed, so none is dropped, and a token's result does not depend on other toke
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import NamedTuple
@@ -29,7 +30,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import FLOAT32, Array, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
-from clover_jax.models.layers import activate, let_through, matrix_init
+from clover_jax.models.layers import GatedMLP, activate, let_through, matrix_init
 
 MOST_PAIRS = 16  # that are written out one after another
 MOST_TOKENS = 512  # whose products with all experts take as long as reading the matrices (v6e)
@@ -55,7 +56,7 @@ class Routed(NamedTuple):
 
 
 class ExpertMLP(nn.Module):
-    """The experts of one layer and their router."""
+    """The experts of one layer and their router, and the expert that all tokens share, if any."""
 
     config: LayerConfig
 
@@ -100,6 +101,11 @@ class ExpertMLP(nn.Module):
             ways = {"tpu": _grouped, "default": _all_in_parts}
             paths = {name: functools.partial(way, cfg.activation) for name, way in ways.items()}
             total = jax.lax.platform_dependent(*given, **paths)
+        if cfg.shared_expert_size:
+            of_one = dataclasses.replace(cfg, intermediate_size=cfg.shared_expert_size)
+            shared = GatedMLP(of_one, name="shared")(tokens)
+            gate = self.param("shared_gate", matrix_init(width), (width, 1))
+            total = total + jax.nn.sigmoid(tokens @ gate).astype(jnp.float32) * shared
         return total.astype(x.dtype).reshape(x.shape)
 
 

@@ -40,6 +40,12 @@ PARAM_LAYOUTS: dict[str, str] = {
     "sinks": "K -",
     "out": "K - - D",
     "out_bias": "-",
+    # A delta net is split by its key heads.
+    "delta_in": "D K -",
+    "delta_gates": "D K -",
+    "delta_conv": "- K -",
+    "delta_rate": "K -",
+    "delta_rate_bias": "K -",
     "gate_up": "D - F",
     "gate_up_bias": "- F",
     "down": "F D",
@@ -48,6 +54,7 @@ PARAM_LAYOUTS: dict[str, str] = {
     # experts on each device XLA gathers all of them for a grouped product.
     "router": "D -",
     "router_bias": "-",
+    "shared_gate": "D -",
     "expert_gate_bias": "- F",
     "expert_up_bias": "- F",
     "expert_down_bias": "- -",

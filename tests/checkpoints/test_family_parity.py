@@ -38,6 +38,12 @@ GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 GEMMA |= {"layer_types": ["full_attention", "sliding_attention"]}
 SMOLLM3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # its own lie beyond SHAPE's
+# Two delta nets, attention, and a delta net again; keys and values have other sizes than heads.
+HYBRID = {"num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 0, "linear_num_key_heads": 2}
+HYBRID |= {"linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value_head_dim": 8}
+# With SHAPE's 0.2 torch's own float32 logits are 3e-4 away from its float64 ones.
+HYBRID |= {"initializer_range": 0.1}
+HYBRID |= {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 # Texts longer than 66 tokens have other keys.
 PHI = {"original_max_position_embeddings": 66, "pad_token_id": 0}
@@ -107,6 +113,14 @@ FAMILIES = {
         },
     ),
     "qwen3-vl, its text": Family("Qwen3", {"head_dim": 16}, "with images"),
+    "qwen3-next, a dense layer": Family(
+        "Qwen3Next",
+        HYBRID
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40, "mlp_only_layers": [1]},
+    ),
+    "qwen3.5": Family("Qwen3_5Text", HYBRID | {"linear_num_value_heads": 2}),
+    "qwen3.5, more values than keys": Family("Qwen3_5Text", HYBRID),
     "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
     "baichuan 13b": Family("Llama", SIX_HEADS, "alibi"),
     "baichuan 2": Family("Llama", NO_GROUPS, "normalized"),
@@ -148,6 +162,11 @@ def test_padded_rows(make, name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_decoding_with_a_cache(make, name):
     assert_ragged_decoding(*make(name))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next, a dense layer", "qwen3.5"])
+def test_texts_of_several_windows_of_a_delta_net(make, name):
+    assert_padded_rows(*make(name), rows=((150,), (20, 63, 1, 66), (65,)))
 
 
 def test_a_window_leaves_whole_chunks_of_a_long_cache_behind(make):

@@ -1,6 +1,7 @@
 """What a step commits, and what the compilers make of it: one trace, no cache-sized copy."""
 
 import contextlib
+import dataclasses
 import functools
 import operator
 import re
@@ -36,9 +37,10 @@ from clover_jax.decoding.step import (
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters import registry
-from clover_jax.models.cache import write_rows
+from clover_jax.models.cache import KeyValue, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask
 from experiments.aot.hlo import Program
+from tests.decoding.test_greedy_equality import HYBRID
 from tests.tiny_models import LLAMA3_8B, TINY, decode_all, random_base, random_head, random_prompts
 
 MOST_STEPS = 6
@@ -97,29 +99,33 @@ def paths_in_trees(draw):
     return parents, paths, lengths, draw(st.integers(0, 2**30))
 
 
+HYBRID_BASE = dataclasses.replace(TINY, num_layers=2, **HYBRID)
+
+
+@pytest.mark.parametrize("base", [TINY, HYBRID_BASE], ids=["attention", "delta nets"])
 @settings(deadline=None, max_examples=8)
-@given(paths_in_trees())
-def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
+@given(case=paths_in_trees())
+def test_the_cache_after_commit_is_that_of_a_plain_prefill(base, case):
     parents, paths, lengths, seed = case
-    params, depth = random_base(), SLOTS - 1
+    params, depth = random_base(base), SLOTS - 1
     tree_config = TreeConfig("chain", tuple((0,) * d for d in range(1, SLOTS)))  # fixes A only
-    state = _empty_state(TINY, None, tree_config, 2, 64, 1, jnp.float32)
+    state = _empty_state(base, None, tree_config, 2, 64, 1, jnp.float32)
     rng = np.random.default_rng(seed)
     text = rng.integers(0, TINY.vocab_size, (2, 64))
     length = jnp.array(lengths)
     here = {"length": length, "end": length + 1, "limit": length + 40}
     tokens, running = jnp.asarray(text, jnp.int32), jnp.zeros(2, jnp.int32)
     state = state.replace(tokens=tokens, finish=running, **here)
-    before = _prefill(params, jnp.asarray(text[:, :PREFIX]))
+    before = _prefill(base, params, jnp.asarray(text[:, :PREFIX]))
     state = state.replace(
-        cache=write_rows(state.cache, before.fresh, jnp.zeros(2, jnp.int32)),
+        cache=write_rows(state.cache, before.fresh, jnp.zeros(2, jnp.int32), length),
         # The head's features are not under test here.
         features=jnp.zeros((2, SLOTS, 0)),
     )
     tokens = rng.integers(0, TINY.vocab_size, (2, SLOTS))
     tokens[:, 0] = text[np.arange(2), lengths]
     tree = TokenTree(jnp.asarray(tokens), jnp.array(parents), depth)
-    verified = _verify(params, state, tree)
+    verified = _verify(base, params, state, tree)
     padded = jnp.array([path + [0] * (SLOTS - len(path)) for path in paths])
     count = jnp.array([len(path) - 1 for path in paths])
     accepted = Accepted(padded, count, jnp.array([3, 4]))
@@ -139,10 +145,14 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
         assert int(new.length[row]) == start + emitted == end - 1
         committed = np.zeros((1, 40), np.int32)
         committed[0, : end - 1] = expected_text[:-1]
-        plain = _prefill(params, jnp.asarray(committed))
-        for layer, expected in zip(new.cache, plain.fresh, strict=True):
-            for got, want in ((layer.key, expected.key), (layer.value, expected.value)):
-                np.testing.assert_allclose(got[row, :, : end - 1], want[0, :, : end - 1], atol=2e-5)
+        plain = _prefill(base, params, jnp.asarray(committed))
+        empty = _empty_state(base, None, tree_config, 1, 64, 1, jnp.float32).cache
+        written = write_rows(empty, plain.fresh, jnp.zeros(1, jnp.int32), jnp.array([end - 1]))
+        for layer, expected in zip(new.cache, written, strict=True):
+            # A state has no positions, and must be the same as a whole.
+            live = slice(end - 1) if isinstance(layer, KeyValue) else slice(None)
+            for got, want in zip(jax.tree.leaves(layer), jax.tree.leaves(expected), strict=True):
+                np.testing.assert_allclose(got[row, :, live], want[0, :, live], atol=2e-5)
 
 
 def test_a_finished_row_does_not_change():
@@ -152,7 +162,7 @@ def test_a_finished_row_does_not_change():
         tokens=jnp.arange(64)[None], length=jnp.array([5]), end=jnp.array([6]), limit=jnp.array([6])
     ).replace(finish=jnp.array([LENGTH]), features=jnp.zeros((1, 2, 0)))
     tree = TokenTree(jnp.array([[5, 7]]), jnp.array([[-1, 0]]), depth=1)
-    verified = _verify(random_base(), state, tree)
+    verified = _verify(TINY, random_base(), state, tree)
     accepted = Accepted(jnp.array([[0, 1]]), jnp.array([1]), jnp.array([3]))
     new, record = jax.jit(commit)(state, tree, accepted, verified.fresh, verified.features)
     for name in ("tokens", "length", "end", "limit", "finish"):
@@ -163,15 +173,15 @@ def test_a_finished_row_does_not_change():
     assert record.proposed.tolist() == [0]
 
 
-@jax.jit
-def _prefill(params, tokens):
+@functools.partial(jax.jit, static_argnums=0)
+def _prefill(base, params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return Decoder(TINY).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
+    return Decoder(base).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
 
 
-@jax.jit
-def _verify(params, state, tree):
-    plain = StepConfig(TINY, None, TreeConfig.root_only())
+@functools.partial(jax.jit, static_argnums=0)
+def _verify(base, params, state, tree):
+    plain = StepConfig(base, None, TreeConfig.root_only())
     return verify_tree(plain, Weights(params, {}), state, tree)
 
 

@@ -1,5 +1,6 @@
 """Requests through the engine, and rows that join and leave its slots."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -16,7 +17,9 @@ from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.decoding.reference import _logits
+from tests.decoding.test_greedy_equality import HYBRID
 from tests.tiny_models import (
+    SMALL_TREE,
     TINY,
     decode_all,
     decoded,
@@ -292,6 +295,31 @@ def test_a_conversation_goes_on_from_what_its_slot_holds(sampling_engine, monkey
     fresh = generated(sampling_engine, longer, 40)
     assert again.output_ids == fresh.output_ids
     assert again.accepted == fresh.accepted  # the head's own cache is as good as new
+
+
+def test_a_base_with_delta_nets_reads_every_prompt_from_its_beginning():
+    """A slot's state is that after its whole text: edited histories and copies of it start anew."""
+    base = dataclasses.replace(TINY, num_layers=2, **HYBRID)
+    drafter = random_head(base)
+    first = np.random.default_rng(0).integers(0, 96, 70).tolist()
+    prompts = [first, first[:40], [*first, 7, 8, 9], first, [*first[:50], *first[60:]], first]
+    together = Engine(base, drafter[0], SMALL_TREE, batch_size=2, prefill_size=32)
+    alone = Engine(base, drafter[0], SMALL_TREE, batch_size=1)
+
+    # Rows end by a limit or within an accepted path, and their slots are used again.
+    texts = texts_of(decode_all(alone, random_base(base), drafter[1], prompts, 40))
+    eos = (texts[0][9],)
+    rooms = (40, 5, 33, 1, 17, 24)
+    requests = [
+        Request(index, prompt, room, eos, shares_prompt=index == 5)
+        for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
+    ]
+    updates = together.stream(random_base(base), drafter[1], requests)
+    rows = sorted((each.row for each in updates if each.done), key=lambda row: row.index)
+    for row, text, room in zip(rows, texts, rooms, strict=True):
+        end = next((i + 1 for i, token in enumerate(text) if token in eos), room)
+        assert row.output_ids == text[: min(end, room)]
+        assert row.num_cached == 0
 
 
 def test_a_head_that_learns_from_its_row_does_not_see_another_s():

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from clover_jax.config import RopeConfig
+from clover_jax.config import DeltaConfig, RopeConfig
 from clover_jax.decoding.tree_config import TreeConfig, default_tree, parse_tree
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, make_train_step
 from tests.decoding.reference import plain_greedy, speculative_greedy
@@ -33,11 +33,16 @@ GEMMA |= {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "dense_layers": (0,)}
 GPT_OSS = EXPERTS | {"sliding_window": 3, "full_attention_layers": (1,), "activation": "clamped"}
 GPT_OSS |= dict.fromkeys(("sinks", "expert_bias", "qkv_bias", "output_bias"), True)
+# A delta net below gated attention, as Qwen3-Next alternates them.
+HYBRID = EXPERTS | {"delta": DeltaConfig(2, 4, 8, 4, 4), "full_attention_layers": (1,)}
+HYBRID |= {"shared_expert_size": 16, "rope": RopeConfig(share=0.5)}
+HYBRID |= {"output_gate": True, "query_key_norm": True}
 FAMILIES = {
     "gemma": (GEMMA, SMALL_TREE),
     "experts": (EXPERTS, parse_tree("dynamic:5:3:2")),
     "sinks and biased experts": (GPT_OSS, SMALL_TREE),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),
+    "delta nets": (HYBRID, SMALL_TREE),
 }
 FAMILY_PROMPTS = random_prompts(8, seed=3)
 

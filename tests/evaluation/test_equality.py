@@ -13,6 +13,7 @@ import pytest
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.checkpoints.stored_head import Draft
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
@@ -41,6 +42,8 @@ from clover_jax.models.placement import (
     replicated,
     with_shardings,
 )
+from tests.decoding.reference import _logits
+from tests.decoding.test_greedy_equality import HYBRID
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 
@@ -154,6 +157,26 @@ def test_text_is_read_no_further_than_it_goes(way, twins, monkeypatch):
     (scores,) = equality.read_again([case], twins.models.base.params, twins.models.engine(2))
     assert scores.gap.shape == (3,)
     assert (scores.gap > 0).all()
+
+
+def test_the_states_of_delta_nets_stand_where_the_text_is_read_again():
+    """Prompts shorter and longer than what is read at once, against a forward of the whole text."""
+    config = dataclasses.replace(TINY, num_layers=2, **HYBRID)
+    params = random_base(config)
+    engine = Engine(config, None, TreeConfig.root_only(), batch_size=3)
+    prompts = [*random_prompts(2, seed=6), [3, 1, 4], [5] * 16, [7] * 70]
+    rows = decode_all(engine, params, None, prompts, 20)
+    cases = [
+        equality.Case(Request(i, prompt, 20), row.output_ids)
+        for i, (prompt, row) in enumerate(zip(prompts, rows, strict=True))
+    ]
+    for width in (1, 16):
+        found = list(equality.read_again(cases, params, engine, width))
+        for case, scores in zip(cases, found, strict=True):
+            prompt, ids = case.request.prompt_ids, case.output_ids
+            best = np.sort(_logits(config, params, [*prompt, *ids]), axis=-1)[len(prompt) - 1 :]
+            leads = (best[:, -1] - best[:, -2])[: len(ids)]
+            np.testing.assert_allclose(scores.lead, leads, atol=1e-4)
 
 
 def test_the_program_knows_the_mesh(twins, logits_specs):
