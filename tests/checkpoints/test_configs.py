@@ -156,7 +156,9 @@ def test_what_no_llama_can_be_is_refused_by_name(read_fields, changes, message):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_reads(read, architecture):
-    assert read(architecture, text_config=MINIMAL | {"num_key_value_heads": 2}).vocab_size == 96
+    # Of four layers a hybrid has both kinds.
+    fields = MINIMAL | {"num_hidden_layers": 4, "num_key_value_heads": 2}
+    assert read(architecture, num_hidden_layers=4, text_config=fields).vocab_size == 96
 
 
 @pytest.mark.parametrize(
