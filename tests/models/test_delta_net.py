@@ -4,8 +4,8 @@ Largest error of outputs and of the committed state, of values up to 1 (`-s` pri
 
 | tree | float32 | inputs in bfloat16 |
 | --- | --- | --- |
-| 25 nodes | | |
-| 63 nodes | | |
+| 25 nodes | 4.3e-7 | 5.9e-3 |
+| 63 nodes | 5.1e-7 | 5.7e-3 |
 """
 
 import functools
