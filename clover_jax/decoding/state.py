@@ -10,8 +10,8 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.copies import CopyCounts, no_counts
 from clover_jax.decoding.sampling import RowSampling, empty_sampling
-from clover_jax.decoding.tree import CopyCounts, no_counts
 from clover_jax.decoding.tree_config import CopyTree, Tree
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead

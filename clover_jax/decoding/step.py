@@ -28,6 +28,7 @@ from clover_jax.decoding.accept import (
     keep_rows,
 )
 from clover_jax.decoding.cache_reading import cache_reader
+from clover_jax.decoding.copies import add_copies, count_copies
 from clover_jax.decoding.sampling import Scores, add_bias, finite_log_softmax, score, warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState, searched
@@ -35,12 +36,8 @@ from clover_jax.decoding.tree import (
     SUPPORT,
     ChooseChildren,
     Drafted,
-    DrawnTree,
     Grower,
     TokenTree,
-    TreeWithCopies,
-    add_copies,
-    count_copies,
     draft_adaptive,
     draft_static,
     guessed_scores,
@@ -242,9 +239,9 @@ def speculate_and_verify(
             # The tokens after the path's slots are the accepted ones and the bonus.
             on_path = jnp.take_along_axis(verified.predicted, accepted.path[..., None], axis=1)
             record = record.replace(scores=score(on_path, state.next_tokens, state.sampling))
-        if isinstance(drafted, TreeWithCopies) and state.copies is not None:
+        if drafted.copy is not None and state.copies is not None:
             # The best copy is counted in every step, whether it got slots or not.
-            counted = count_copies(state.copies, drafted.best, state.next_tokens, state.count)
+            counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
             state = state.replace(copies=counted)
         return state, record
 
@@ -435,7 +432,7 @@ def accept(
 
     # Lossless: sampled children are verified with their q, all others by one draw a node.
     rows, truncate, length = state.sampling, sampling.truncate, state.length
-    if isinstance(drafted, DrawnTree) and isinstance(config.tree, TreeConfig):
+    if drafted.drafts is not None and isinstance(config.tree, TreeConfig):
         return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
     return accept_drawn(tree, logits, rows, length, truncate)
 

@@ -203,7 +203,7 @@ class AdaptiveTree(JsonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class CopyTree(JsonConfig):
-    """A tree with room for copies of the text (`tree.add_copies`).
+    """A tree with room for copies of the text (`copies.add_copies`).
 
     drafted: what the head drafts; the root alone where everything is copied.
     copies: additional nodes; the nodes of a static tree stay, an adaptive tree's compete with them.

@@ -9,17 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.decoding.copies import add_copies, count_copies, no_counts
 from clover_jax.decoding.programs import decode_chunk
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.decoding.tree import (
-    BestCopy,
-    TokenTree,
-    add_copies,
-    count_copies,
-    guessed_scores,
-    no_counts,
-)
+from clover_jax.decoding.tree import BestCopy, TokenTree, guessed_scores
 from clover_jax.decoding.tree_config import CopyTree, TreeConfig, parse_tree, portable_name
 from clover_jax.drafters.drafter import PAD_TOKEN, frozen_from_base, output_matrix, with_draft_rows
 from clover_jax.drafters.text_matches import known_text
@@ -56,7 +50,7 @@ def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     sizes = (drafted.num_nodes + nodes, max(nodes, drafted.depth))
     given = tree, guessed_scores(drafted), padded, end, no_counts(1)
     with_best = with_copies(*given, *sizes, keep_drafted=True)
-    found, best = with_best.tree, with_best.best
+    found, best = with_best.tree, with_best.copy
     paths = {0: ()}
     for slot in range(1, sizes[0] + 1):
         if found.tokens[0, slot] != PAD_TOKEN:
