@@ -53,7 +53,10 @@ def find_directory(source: str) -> Path:
     # A folder wins: its name never reaches the network.
     path = Path(source).expanduser()
     if path.is_dir():
-        _check_regular(path)
+        # A reader of a pipe or the like would wait for ever.
+        for part in path.iterdir():
+            if part.exists() and not (part.is_file() or part.is_dir()):
+                raise UserError(f"{part} is neither a file nor a folder; move it elsewhere")
         return path
     if path.exists():
         raise UserError(f"{source} is a file; pass the folder that holds config.json")
@@ -68,13 +71,6 @@ def find_directory(source: str) -> Path:
         f"{source!r} is neither a folder{_close_names(path)}, nor a hub id like owner/name, nor "
         "builtin:tiny"
     )
-
-
-def _check_regular(directory: Path) -> None:
-    """Raise UserError for a folder with a pipe or the like, whose reader would wait for ever."""
-    for path in directory.iterdir():
-        if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UserError(f"{path} is neither a file nor a folder; move it elsewhere")
 
 
 def found_below(directory: Path, names: Sequence[str]) -> str:

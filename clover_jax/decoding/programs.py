@@ -150,18 +150,16 @@ class Placement:
 
     def copies(self, arrays: PyTree) -> PyTree:
         """Copy arrays of a state that the next program consumes, replicated for every host."""
-        return _copies(self.mesh)(arrays)
+        return _copy_program(self.mesh)(arrays)
 
     def read(self, arrays: PyTree) -> PyTree:
         return jax.device_get(self.copies(arrays))
 
 
 @functools.cache  # or every chunk of steps would compile it again
-def _copies(mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
-    def copies(arrays: PyTree) -> PyTree:
-        return jax.tree.map(jnp.copy, arrays)
-
-    return jax.jit(copies, out_shardings=None if mesh is None else replicated(mesh))
+def _copy_program(mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
+    shardings = None if mesh is None else replicated(mesh)
+    return jax.jit(functools.partial(jax.tree.map, jnp.copy), out_shardings=shardings)
 
 
 class StatePrograms(NamedTuple):

@@ -188,8 +188,13 @@ class DFlash2(Drafter):
         # Only the context's keys and values enter the cache; the slots' are dropped.
         rows = jax.tree.map(lambda x: x[:, :, :size], fresh)
         cache = over_rows_and_heads(write_rows, cache, rows, ordered_after(start, u))
-        # Slot 0 holds the anchor, which is known.
-        return self._root_state(frozen, u[:, 1:], anchor), cache
+        # Slot 0 holds the anchor, which is known. This is the step's one pass over the vocabulary.
+        u = u[:, 1:]
+        count = min(self.config.candidates, self.config.draft_vocab_size)
+        best = top_k(head_logits(self.config, frozen, u), count)
+        # The gates of all P slots at once, since `propose` does not run the trunk.
+        gate = u @ self.selector_gate if self.config.rank else u[..., :0]
+        return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor), cache
 
     def propose(self, frozen: Frozen, state: DFlash2State, depth: int) -> FewTokens:
         """Return the slot's candidates by their scores after each branch's last token."""
@@ -290,16 +295,6 @@ class DFlash2(Drafter):
             hidden, rows = layer(context, hidden, positions, attend, committed, length)
             fresh.append(rows)
         return self.norm(hidden), tuple(fresh)
-
-    def _root_state(
-        self, frozen: Frozen, u: Float[Array, "B P D"], anchor: Int[Array, "B 1"]
-    ) -> DFlash2State:
-        # The one pass over the vocabulary of this step.
-        count = min(self.config.candidates, self.config.draft_vocab_size)
-        best = top_k(head_logits(self.config, frozen, u), count)
-        # The gates of all P slots at once, since `propose` does not run the trunk.
-        gate = u @ self.selector_gate if self.config.rank else u[..., :0]
-        return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor)
 
     def _pair(self, before: Int[Array, "*b"], gate: Float[Array, "*c r"]) -> Float[Array, "*b r"]:
         return by_rows(jnp.take(self.predecessor, before, axis=0, mode="clip")) * gate

@@ -93,7 +93,8 @@ class DeltaNet(nn.Module):
             Without a cache tokens follow each other in packed documents; with one, T tokens are one
             window of any shape.
         """
-        net, width = _shape_of(self.config), x.shape[-1]
+        net: Any = self.config.delta
+        width = x.shape[-1]
         heads, groups, channels = net.num_key_heads, net.num_groups, net.channels
         inner = groups * net.value_size
         fused = self.param("delta_in", matrix_init(width), (width, heads, channels + inner))
@@ -130,12 +131,6 @@ class DeltaNet(nn.Module):
         gated = _tokens_first(normed) * jax.nn.silu(gate.astype(jnp.float32))
         flat = jnp.moveaxis(gated.astype(x.dtype), 2, 1).reshape(-1, heads * inner)
         return contract("rn,nd->rd", flat, out.reshape(-1, width)).reshape(x.shape), rows
-
-
-def _shape_of(config: LayerConfig) -> DeltaConfig:
-    if config.delta is None:
-        raise ValueError("this layer's config has no delta net")
-    return config.delta
 
 
 def empty_delta_state(net: DeltaConfig, batch: int, dtype: jnp.dtype) -> DeltaState:
