@@ -43,11 +43,11 @@ _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 class DeltaState(struct.PyTreeNode):
     """What a layer knows of the committed text; it takes the place of a `KeyValue` in a cache.
 
-    state: [B, K, G, h, e] S of each value head, float32.
+    state: [B, K, G, e, h] S^T of each value head, float32: a TPU would re-lay S to move it.
     conv:  [B, K, w, c] the last inputs of the convolution, the newest one last; 0 before the text.
     """
 
-    state: Float[Array, "B K G h e"]
+    state: Float[Array, "B K G e h"]
     conv: Float[Array, "B K w c"]
 
 
@@ -136,7 +136,7 @@ class DeltaNet(nn.Module):
 def empty_delta_state(net: DeltaConfig, batch: int, dtype: jnp.dtype) -> DeltaState:
     """Return the states before `batch` texts."""
     heads = (batch, net.num_key_heads)
-    state = (*heads, net.num_groups, net.key_size, net.value_size)
+    state = (*heads, net.num_groups, net.value_size, net.key_size)
     conv = (*heads, net.conv_size - 1, net.channels)
     return DeltaState(jnp.zeros(state, jnp.float32), jnp.zeros(conv, dtype))
 
@@ -214,7 +214,7 @@ def convolve(
 def read_window(
     tokens: Tokens,
     mask: Bool[Array, "B T T"],
-    state: Float[Array, "B K G h e"],
+    state: Float[Array, "B K G e h"],
     follows: Bool[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B K G T e"], Float[Array, "B K G T e"]]:
     """Return the output of each token of a window, and its u.
@@ -231,14 +231,14 @@ def read_window(
         of_state = jnp.where(follows[:, None, None], of_state, 0)
 
     # Ancestors come first, so the system is triangular.
-    known = _product("bkih,bkghe->bkgie", tokens.key, state) * of_state[..., None]
+    known = _product("bkih,bkgeh->bkgie", tokens.key, state) * of_state[..., None]
     alike = _product("bkih,bkjh->bkij", tokens.key, tokens.key)[:, :, None]
     system = jnp.tril(tokens.strength[..., None] * left * alike, -1)
     right = tokens.strength[..., None] * (tokens.value - known)
     update = _product("bkgij,bkgje->bkgie", unit_inverse(system), right)
 
     asked = _product("bkih,bkjh->bkij", tokens.query, tokens.key)[:, :, None]
-    output = _product("bkih,bkghe->bkgie", tokens.query, state) * of_state[..., None]
+    output = _product("bkih,bkgeh->bkgie", tokens.query, state) * of_state[..., None]
     return output + _product("bkgij,bkgje->bkgie", left * asked, update), update
 
 
@@ -265,7 +265,7 @@ def unit_inverse(lower: Float[Array, "*b T T"]) -> Float[Array, "*b T T"]:
 
 
 def read_documents(
-    tokens: Tokens, mask: Bool[Array, "B T T"], state: Float[Array, "B K G h e"]
+    tokens: Tokens, mask: Bool[Array, "B T T"], state: Float[Array, "B K G e h"]
 ) -> tuple[Float[Array, "B K G T e"], Float[Array, "B K G T e"]]:
     """Do the same as `read_window` for packed documents of any length, window after window.
 
@@ -314,12 +314,12 @@ def read_documents(
 
 
 def _moved(
-    state: Float[Array, "B K G h e"],
+    state: Float[Array, "B K G e h"],
     key: Float[Array, "B K T h"],
     update: Float[Array, "B K G T e"],
     decay: Float[Array, "B K G T"],
     path: Bool[Array, "B T"],
-) -> Float[Array, "B K G h e"]:
+) -> Float[Array, "B K G e h"]:
     """Return a state after the tokens of a path, which follow each other.
 
     decay: g, and 0 off the path.
@@ -331,7 +331,7 @@ def _moved(
     update = jnp.where(on_path, update * jnp.exp(later)[..., None], 0)
     key = jnp.where(path[:, None, :, None], key, 0)
     whole = jnp.exp(decay.sum(axis=-1))[..., None, None]
-    return whole * state + _product("bkth,bkgte->bkghe", key, update)
+    return whole * state + _product("bkth,bkgte->bkgeh", key, update)
 
 
 def move_state(old: DeltaState, rows: DeltaRows, count: Int[Array, " B"]) -> DeltaState:

@@ -51,7 +51,7 @@ def random_tokens(size, seed=0):
 
 def random_state(seed=1):
     rng = np.random.default_rng(seed)
-    state = rng.normal(size=(ROWS, HEADS, GROUPS, NET.key_size, NET.value_size))
+    state = rng.normal(size=(ROWS, HEADS, GROUPS, NET.value_size, NET.key_size))
     conv = rng.normal(size=(ROWS, HEADS, NET.conv_size - 1, NET.channels))
     return DeltaState(state.astype(np.float32), conv.astype(np.float32))
 
@@ -72,11 +72,11 @@ def walk(tokens, parent, state):
             s = np.float64(state[row]) if above < 0 else known[above]
             s = s * np.exp(g[row, :, :, node])[..., None, None]
             key, query = k[row, :, node], q[row, :, node]
-            u = v[row, :, :, node] - np.einsum("kh,kghe->kge", key, s)
+            u = v[row, :, :, node] - np.einsum("kh,kgeh->kge", key, s)
             u = beta[row, :, :, node, None] * u
-            s = s + np.einsum("kh,kge->kghe", key, u)
+            s = s + np.einsum("kh,kge->kgeh", key, u)
             known.append(s)
-            given.append(np.einsum("kh,kghe->kge", query, s))
+            given.append(np.einsum("kh,kgeh->kge", query, s))
         outputs.append(given)
         states.append(known)
     return np.array(outputs), np.array(states)
