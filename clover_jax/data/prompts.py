@@ -56,8 +56,8 @@ class Prompt:
     turns: what the user says, one turn after the other; each answer enters the context. A turn may
         also be messages, which end with the user's or a tool's.
     variables: what else the chat template may read, tools for example.
-    seed, temperature, top_k, top_p, max_new_tokens, stop, stop_token_ids: None where the
-        command's own holds; the two fields after them likewise.
+    seed, temperature, top_k, top_p, min_p, the penalties, max_new_tokens, stop, stop_token_ids:
+        None where the command's own holds; the two fields after them likewise.
     min_new_tokens, logit_bias: as in `generation.settings`; None for none.
     category: the row's group in reports.
     prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
@@ -73,6 +73,10 @@ class Prompt:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
@@ -319,6 +323,10 @@ def _whole(attribute: str, least: int) -> RowField:
     return RowField(attribute, lambda value: _is_whole(value, least), wanted, int)
 
 
+def _number(attribute: str) -> RowField:
+    return RowField(attribute, _is_number, "a number", float)
+
+
 def _flag(attribute: str) -> RowField:
     return RowField(attribute, lambda value: isinstance(value, bool), "true or false", bool)
 
@@ -341,9 +349,13 @@ ROW_FIELDS = {
     ),
     "seed": _whole("seed", 0),
     # `decoding.SamplingParams` checks their values.
-    "temperature": RowField("temperature", _is_number, "a number", float),
+    "temperature": _number("temperature"),
     "top_k": RowField("top_k", lambda value: _is_whole(value, -math.inf), "a whole number", int),
-    "top_p": RowField("top_p", _is_number, "a number", float),
+    "top_p": _number("top_p"),
+    "min_p": _number("min_p"),
+    "repetition_penalty": _number("repetition_penalty"),
+    "frequency_penalty": _number("frequency_penalty"),
+    "presence_penalty": _number("presence_penalty"),
     "max_new_tokens": _whole("max_new_tokens", 1),
     "min_new_tokens": _whole("min_new_tokens", 0),
     "logit_bias": RowField(

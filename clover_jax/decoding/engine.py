@@ -145,7 +145,8 @@ class Engine:
         self.prefill_size, self._source_size = prefill_size, source_size
 
         # Rules of sampling that change no state share the programs of states.
-        alike = dataclasses.replace(self.config, sampling=SamplingConfig(biased=sampling.biased))
+        room = SamplingConfig(biased=sampling.biased, penalized=sampling.penalized)
+        alike = dataclasses.replace(self.config, sampling=room)
         self.states = compile_state_programs(alike, source_size, self.max_eos, self.placement)
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
@@ -252,9 +253,13 @@ class Engine:
             config = dataclasses.replace(self.config, sampling=sampling)
             sizes = self.prefill_size, self._steps_per_chunk
             programs = compile_programs(config, *sizes, self.placement)
-            # Only the states of this engine have room for biases then.
-            if self.config.sampling.biased and not sampling.biased:
-                programs = programs.for_states_with_bias()
+            # The states of this engine may have room for what these rules do not read.
+            room = {
+                "bias": self.config.sampling.biased and not sampling.biased,
+                "penalties": self.config.sampling.penalized and not sampling.penalized,
+            }
+            if unread := [name for name, is_unread in room.items() if is_unread]:
+                programs = programs.for_states_with(*unread)
             self._programs[sampling] = programs
         return self._programs[sampling]
 
@@ -444,7 +449,7 @@ class Engine:
             "source": padded(joined, self._source_size, PAD_TOKEN) if self._source_size else None,
         }
 
-        # Sampling: the fields of the row's RowSampling, a bias as the fields of its RowBias.
+        # Sampling: the fields of the row's RowSampling, `bias` and `penalties` as their fields.
         params = request.params
         settings: dict[str, Any] = {
             "temperature": np.array([params.temperature], np.float32),
@@ -457,6 +462,13 @@ class Engine:
             values[0, : len(request.logit_bias)] = [value for _, value in request.logit_bias]
             eos_from = np.array([min(length + request.min_new_tokens, limit)], np.int32)
             settings["bias"] = ids, values, eos_from
+        if self.config.sampling.penalized:
+            amounts = (
+                *(params.repetition_penalty, params.frequency_penalty, params.presence_penalty),
+                params.min_p,
+            )
+            start = np.array([length], np.int32)
+            settings["penalties"] = start, *(np.array([x], np.float32) for x in amounts)
         # A row without a seed still draws the same text in any batch: its index stands for it. A
         # later turn may draw at positions of an earlier one.
         index = request.index if request.seed is None else -1

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.accept import keep_rows
-from clover_jax.decoding.sampling import Scores, add_bias, draw, score, warp
+from clover_jax.decoding.sampling import Scores, add_bias, draw, penalize, score, warp
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import (
     StepConfig,
@@ -105,6 +105,8 @@ def _emit_first(
         logits = base_logits(config.base, weights.base, at_last)
         if config.sampling.biased:
             logits = add_bias(logits, state.sampling, state.eos, state.end[:, None])
+        if config.sampling.penalized:
+            logits = penalize(logits, state.sampling, state.tokens, state.end)
         if config.sampling.verify == "greedy":
             return argmax(logits)
         warped = warp(logits, state.sampling, config.sampling.truncate)

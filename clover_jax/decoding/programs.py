@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from clover_jax.array_types import Array, Bool, Int, PyTree
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.sampling import MOST_ALTERNATIVES, RowBias, Scores, row_key
+from clover_jax.decoding.sampling import MOST_ALTERNATIVES, RowBias, RowPenalties, Scores, row_key
 from clover_jax.decoding.state import (
     RUNNING,
     DecodeState,
@@ -167,7 +167,8 @@ class StatePrograms(NamedTuple):
 
     empty: (batch, size, dtype) -> empty slots.
     begin: (size, dtype, fields, settings, seed, numbers) -> a batch of one. fields: of its
-        DecodeState; settings: of its RowSampling but the key, a bias as the fields of its RowBias.
+        DecodeState; settings: of its RowSampling but the key, `bias` and `penalties` as their
+        fields.
     """
 
     empty: Callable[..., DecodeState]
@@ -187,14 +188,16 @@ def compile_state_programs(
 
     def empty(batch: int, size: int, dtype: np.dtype) -> DecodeState:
         shapes = config.base, config.head, config.tree, batch, size, num_eos, dtype
-        return empty_state(*shapes, source_size=source_size, biased=config.sampling.biased)
+        room = {name: getattr(config.sampling, name) for name in ("biased", "penalized")}
+        return empty_state(*shapes, source_size=source_size, **room)
 
     def begin(
         size: int, dtype: np.dtype, fields: dict[str, Any], settings: dict[str, Any], *key: Array
     ) -> DecodeState:
         row = empty(1, size, dtype)
-        bias = RowBias(*settings.pop("bias")) if config.sampling.biased else None
-        rules = row.sampling.replace(key=row_key(*key), bias=bias, **settings)
+        kinds = {"bias": RowBias, "penalties": RowPenalties}
+        made = {name: kind(*settings.pop(name)) for name, kind in kinds.items() if name in settings}
+        rules = row.sampling.replace(key=row_key(*key), **made, **settings)
         return row.replace(sampling=rules, **fields)
 
     # States are donated, so that every program updates caches in place.
@@ -222,19 +225,19 @@ class Programs(NamedTuple):
     read_last: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
     decode: Chunk
 
-    def for_states_with_bias(self) -> Programs:
-        """Return the programs for states that have room for biases, which these do not read."""
+    def for_states_with(self, *unread: str) -> Programs:
+        """Return the programs for states with fields of RowSampling that these do not read."""
 
-        def without_bias(program: Callable) -> Callable:
+        def without(program: Callable) -> Callable:
             def call(weights: Weights, state: DecodeState, *more: Any) -> tuple[DecodeState, Any]:
-                bias = state.sampling.bias
-                state = state.replace(sampling=state.sampling.replace(bias=None))
-                state, result = program(weights, state, *more)
-                return state.replace(sampling=state.sampling.replace(bias=bias)), result
+                kept = {name: getattr(state.sampling, name) for name in unread}
+                least = state.sampling.replace(**dict.fromkeys(unread))
+                state, result = program(weights, state.replace(sampling=least), *more)
+                return state.replace(sampling=state.sampling.replace(**kept)), result
 
             return call
 
-        return Programs(*[without_bias(program) for program in self])
+        return Programs(*[without(program) for program in self])
 
 
 @functools.lru_cache(maxsize=MOST_KEPT)

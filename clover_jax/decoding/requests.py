@@ -212,15 +212,16 @@ class AcceptedLengths:
 def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> SamplingConfig:
     """Return the cheapest rules, within `most`, that decode these requests."""
     requests = list(requests)
-    # Scores and biases are rare, so all rows with either share one program.
-    biased = any(request.is_biased for request in requests)
-    if biased or any(request.is_scored for request in requests):
-        return dataclasses.replace(most, scored=True, biased=biased)
+    # Scores, biases and penalties are rare, so all rows with any of them share few programs.
+    penalized = any(request.params.penalizes for request in requests)
+    biased = any(request.is_biased for request in requests) or (penalized and most.biased)
+    if biased or penalized or any(request.is_scored for request in requests):
+        return dataclasses.replace(most, scored=True, biased=biased, penalized=penalized)
     # Greedy verification reduces logits to their argmax; top-k and top-p sort them.
     if all(request.params.temperature == 0 for request in requests):
         return GREEDY
     truncate = any(request.params.cuts for request in requests)
-    return dataclasses.replace(most, truncate=truncate, biased=False)
+    return dataclasses.replace(most, truncate=truncate, biased=False, penalized=False)
 
 
 def requests_of_every_kind(length: int) -> list[Request]:
@@ -234,7 +235,8 @@ def requests_of_every_kind(length: int) -> list[Request]:
     cut = dataclasses.replace(plain, params=SamplingParams(temperature=1.0, top_p=0.5))
     scored = dataclasses.replace(plain, wants_scores=True)
     biased = dataclasses.replace(plain, min_new_tokens=1)
-    return [plain, drawn, cut, scored, biased]
+    penalized = dataclasses.replace(plain, params=SamplingParams(repetition_penalty=1.1))
+    return [plain, drawn, cut, scored, biased, penalized]
 
 
 def check_request(request: Request, base: BaseConfig, rules: SamplingConfig, max_eos: int) -> None:
@@ -275,4 +277,6 @@ def check_request(request: Request, base: BaseConfig, rules: SamplingConfig, max
         raise UserError(
             "min_new_tokens and logit_bias need an engine with SamplingConfig(biased=True)"
         )
+    if params.penalizes and not rules.penalized:
+        raise UserError("penalties and min_p need an engine with SamplingConfig(penalized=True)")
     check_bias(request.logit_bias, vocabulary)

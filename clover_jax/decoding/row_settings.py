@@ -22,6 +22,7 @@ from clover_jax.field_types import check_settings, check_types, setting
 
 _ROW_OPTIONS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "logit_bias", "seed"),
+    *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
     *("stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
 )
 
@@ -107,7 +108,8 @@ class GenerationSettings(SamplingParams):
 
     @property
     def warping(self) -> SamplingParams:
-        return SamplingParams(self.temperature, self.top_k, self.top_p)
+        fields = dataclasses.fields(SamplingParams)
+        return SamplingParams(*(getattr(self, field.name) for field in fields))
 
     def for_row(self, prompt: Prompt) -> GenerationSettings:
         """Return the settings, the row's own taking precedence.
@@ -164,6 +166,7 @@ def sampling_for(
         draft_sampling="topk" if is_auto and verify != "lossless" else settings.draft_sampling,
         truncate=any(row.cuts for row in rows),
         biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
+        penalized=any(row.penalizes for row in rows),
     )
 
 

@@ -1,4 +1,4 @@
-"""Sampling: temperature, top-k and top-p, and randomness that depends on the text position only.
+"""Sampling: what changes the base's logits, and randomness that depends on the text position only.
 
 A draw at absolute position s of a row depends on the row's key, on s and on what the draw is for,
 never on the slot, the batch or the step that makes it. So the same key gives the same text whether
@@ -38,6 +38,19 @@ class RowBias(struct.PyTreeNode):
     eos_from: Int[Array, " B"]
 
 
+class RowPenalties(struct.PyTreeNode):
+    """How rows change the logits of tokens that they have already; and min_p.
+
+    start: [B] where the answer begins. Others: [B] as in `sampling_config.SamplingParams`.
+    """
+
+    start: Int[Array, " B"]
+    repetition: Float[Array, " B"]
+    frequency: Float[Array, " B"]
+    presence: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+
+
 class RowSampling(struct.PyTreeNode):
     """Each row's own settings.
 
@@ -45,7 +58,7 @@ class RowSampling(struct.PyTreeNode):
     temperature: [B] 0 is greedy.
     top_k:       [B] keep this many of the most probable tokens; 0 keeps all.
     top_p:       [B] keep a token while the mass before it is below this; 1 keeps all.
-    bias:        None where no row may have one.
+    bias, penalties: None where no row may have any.
     """
 
     key: Array
@@ -53,10 +66,11 @@ class RowSampling(struct.PyTreeNode):
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
     bias: RowBias | None = None
+    penalties: RowPenalties | None = None
 
 
-def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
-    """Return greedy settings for `batch` rows; `biased` makes room for biases."""
+def empty_sampling(batch: int, biased: bool = False, penalized: bool = False) -> RowSampling:
+    """Return greedy settings for `batch` rows, with room for biases and penalties where asked."""
     return RowSampling(
         key=jnp.zeros((batch, 2), jnp.uint32),
         temperature=jnp.zeros(batch),
@@ -68,6 +82,15 @@ def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
             eos_from=jnp.zeros(batch, jnp.int32),
         )
         if biased
+        else None,
+        penalties=RowPenalties(
+            start=jnp.zeros(batch, jnp.int32),
+            repetition=jnp.ones(batch),
+            frequency=jnp.zeros(batch),
+            presence=jnp.zeros(batch),
+            min_p=jnp.zeros(batch),
+        )
+        if penalized
         else None,
     )
 
@@ -107,8 +130,55 @@ def add_bias(
     return jnp.where(is_early[..., None] & is_end[:, None], -jnp.inf, logits + added[:, None])
 
 
+def penalize(
+    logits: Float[Array, "B T V"],
+    rows: RowSampling,
+    text: Int[Array, "B S"],
+    end: Int[Array, " B"],
+    paths: Int[Array, "B T n"] | None = None,
+) -> Float[Array, "B T V"]:
+    """Return logits with the rows' penalties, by the tokens before each place.
+
+    text: prompt and emitted tokens, `end` of them. paths: the drafted tokens on each slot's path,
+        its own included, and NO_TOKEN. They count as if they were emitted, so a slot has the very
+        distribution that plain decoding has after the same text.
+    """
+    penalties = rows.penalties
+    assert penalties is not None  # as for every engine with `SamplingConfig.penalized`
+    repetition, frequency, presence = (
+        value[:, None, None]
+        for value in (penalties.repetition, penalties.frequency, penalties.presence)
+    )
+    batch, slots, vocabulary = logits.shape
+    each, place = jnp.arange(batch)[:, None], jnp.arange(text.shape[1])
+
+    def count(counts: Array) -> Int[Array, "B V"]:
+        return jnp.zeros((batch, vocabulary), jnp.int32).at[each, text].add(counts, mode="drop")
+
+    def apply(logits: Array, is_there: Array, answered: Array) -> Array:
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(is_there, repeated, logits)
+        return logits - frequency * answered - presence * (answered > 0)
+
+    # Once for each row: what all its slots have before them.
+    is_text = place < end[:, None]
+    is_there = count(is_text) > 0
+    answered = count(is_text & (place >= penalties.start[:, None]))
+    penalized = apply(logits, is_there[:, None], answered[:, None])
+    if paths is None:
+        return penalized
+
+    # Then the few tokens of each slot's path, from its own logits, with all that comes before.
+    drafted = (paths[..., None] == paths[..., None, :]).sum(axis=-1)
+    own = jnp.take_along_axis(logits, paths, axis=-1, mode="clip")
+    before = answered.at[each[..., None], paths].get(mode="clip")
+    again = apply(own, jnp.array(True), before + drafted)
+    at = each[..., None], jnp.arange(slots)[:, None], paths
+    return penalized.at[at].set(again, mode="drop")
+
+
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:
-    """Apply temperature, then top-k, then top-p (Hugging Face's order); dropped tokens get -inf.
+    """Apply temperature, top-k, top-p and min_p (Hugging Face's order); dropped tokens get -inf.
 
     The result is shifted, so that its largest value is 0.
     Rows at temperature 0 keep their most probable token only. A token is kept while the mass of
@@ -120,6 +190,8 @@ def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Fl
     scaled = below / jnp.where(temperature > 0, temperature, 1.0)
     if truncate:
         scaled = _truncate(scaled, rows)
+    if rows.penalties is not None:
+        scaled = jnp.where(scaled >= jnp.log(rows.penalties.min_p)[:, None, None], scaled, -jnp.inf)
     best = argmax(logits)[..., None] == jnp.arange(logits.shape[-1])
     return jnp.where(best, 0.0, jnp.where(temperature > 0, scaled, -jnp.inf))
 
@@ -185,7 +257,7 @@ class Scores(struct.PyTreeNode):
     """The base's log-probabilities of the text's tokens, before temperature; N alternatives each.
 
     log_probability: [B, T] of the tokens themselves. at_temperature: [B, T] the same at each row's
-        temperature, without top-k and top-p; 0 at temperature 0.
+        temperature, without top-k, top-p and min_p; 0 at temperature 0.
     top_ids, top_log_probabilities: [B, T, N] the most probable tokens, best first.
     """
 
@@ -202,7 +274,8 @@ def score(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"], rows: RowSam
         return jnp.take_along_axis(log_probability, tokens[..., None], axis=-1)[..., 0]
 
     log_probability = finite_log_softmax(logits)
-    warped = of_tokens(finite_log_softmax(warp(logits, rows, truncate=False)))
+    whole = warp(logits, rows.replace(penalties=None), truncate=False)
+    warped = of_tokens(finite_log_softmax(whole))
     is_drawn = rows.temperature[:, None] > 0
     # A tiny base may have fewer tokens than MOST_ALTERNATIVES.
     top, ids = jax.lax.top_k(log_probability, min(MOST_ALTERNATIVES, logits.shape[-1]))

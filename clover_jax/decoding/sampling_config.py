@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
-from clover_jax.field_types import setting
+from clover_jax.field_types import declared_settings, setting
 
 VERIFICATIONS = ("greedy", "lossless", "typical")
 DRAFT_SAMPLINGS = ("auto", "topk", "sampled")
@@ -34,6 +34,7 @@ class SamplingConfig(JsonConfig):
     truncate: whether any row uses top-k or top-p, which cost a sort.
     scored: whether steps report the log-probabilities of what they emit (verify "lossless" only).
     biased: whether any row changes the base's logits (`sampling.RowBias`).
+    penalized: whether any row has penalties or min_p (`sampling.RowPenalties`).
     typical_epsilon, typical_delta: Medusa's thresholds.
     force_accept: for timing greedy steps only: accept exactly this many drafted tokens.
     """
@@ -43,6 +44,7 @@ class SamplingConfig(JsonConfig):
     truncate: bool = False
     scored: bool = False
     biased: bool = False
+    penalized: bool = False
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     force_accept: int | None = None
@@ -61,6 +63,7 @@ class SamplingConfig(JsonConfig):
             raise UserError(
                 f"force_accept times greedy verification of the base's own logits, not "
                 f"{self.verify!r}{' with biased rows' if self.biased else ''}"
+                f"{' with penalties' if self.penalized else ''}"
             )
         if self.draft_sampling == "sampled" and self.verify != "lossless":
             raise UserError(
@@ -71,8 +74,8 @@ class SamplingConfig(JsonConfig):
     @property
     def needs_choices_only(self) -> bool:
         """Whether the rule reads the base's most probable tokens only, and no other logits."""
-        # Biases may change which logit is the largest, so they need all logits.
-        return self.verify == "greedy" and not self.biased
+        # Biases and penalties may change which logit is the largest, so they need all logits.
+        return self.verify == "greedy" and not (self.biased or self.penalized)
 
 
 GREEDY = SamplingConfig()
@@ -80,11 +83,34 @@ GREEDY = SamplingConfig()
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(JsonConfig):
-    """The sampling parameters of a row; raises UserError for values without a distribution."""
+    """The sampling parameters of a row; raises UserError for values without a distribution.
+
+    Penalties are vLLM's and Hugging Face's: `repetition_penalty` divides the positive logits of the
+    tokens of prompt and answer, and multiplies the others; `frequency_penalty` is subtracted for
+    each time that the answer has a token, `presence_penalty` once.
+    """
 
     temperature: float = _parameter(0.0, "0 takes the most probable token")
     top_k: int = _parameter(0, "draw from this many tokens at most; 0: from all")
     top_p: float = _parameter(1.0, "draw from the most probable tokens up to this mass", most=1.0)
+    min_p: float = _parameter(
+        0.0, "draw from tokens that have at least this share of the best one's probability", most=1
+    )
+    repetition_penalty: float = _parameter(
+        1.0,
+        "above 1: tokens of prompt and answer become less probable",
+        least=0.01,
+        most=100,
+    )
+    frequency_penalty: float = _parameter(
+        0.0,
+        "subtracted from a token's logit for each time the answer has it",
+        least=-2,
+        most=2,
+    )
+    presence_penalty: float = _parameter(
+        0.0, "subtracted from the logits of tokens that the answer has", least=-2, most=2
+    )
 
     def __post_init__(self):
         if not 0 <= self.temperature < math.inf:
@@ -97,11 +123,23 @@ class SamplingParams(JsonConfig):
             raise UserError(f"top_k ({self.top_k}) must be 1 or more, or 0 for all tokens")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p ({self.top_p}) must lie in (0, 1]")
+        for name in ("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"):
+            bounds = declared_settings(SamplingParams)[name]
+            if not bounds.least <= getattr(self, name) <= bounds.most:
+                raise UserError(
+                    f"{name} ({getattr(self, name)}) must lie in {bounds.least} .. {bounds.most}"
+                )
 
     @property
     def cuts(self) -> bool:
         """Whether top-k or top-p excludes any tokens, which costs a sort."""
         return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def penalizes(self) -> bool:
+        """Whether tokens of the text change what follows, or min_p excludes any."""
+        penalties = self.repetition_penalty, self.frequency_penalty, self.presence_penalty
+        return penalties != (1, 0, 0) or (self.min_p > 0 and self.temperature > 0)
 
 
 def check_bias(logit_bias: Sequence[tuple[int, float]], vocabulary: int) -> None:

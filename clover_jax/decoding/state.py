@@ -39,7 +39,7 @@ class DecodeState(struct.PyTreeNode):
         absorbed yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
-    sampling: each row's key, temperature, top-k, top-p and bias.
+    sampling: each row's key, temperature, top-k, top-p, bias and penalties.
     source:   [B, r] other text to copy from, PAD_TOKEN where there is none; None without room.
     copies: how often copies were right; None for trees without copies.
     """
@@ -78,11 +78,12 @@ def empty_state(
     dtype: jnp.dtype,
     source_size: int = 0,
     biased: bool = False,
+    penalized: bool = False,
 ) -> DecodeState:
     """Return `batch` empty slots with room for `size` positions each.
 
     source_size: tokens of other text that each may bring to copy from.
-    biased: whether rows may change the base's logits.
+    biased, penalized: whether rows may change the base's logits, or have penalties.
     """
     accepted = tree.depth + 1
     num_features = len(head.config.features) if head else 0
@@ -104,7 +105,7 @@ def empty_state(
         features=jnp.zeros((batch, accepted, num_features * base.hidden_size), dtype),
         next_tokens=zeros(accepted),
         count=zeros(),
-        sampling=empty_sampling(batch, biased),
+        sampling=empty_sampling(batch, biased, penalized),
         source=zeros(source_size) + PAD_TOKEN if source_size else None,
         copies=no_counts(batch) if isinstance(tree, CopyTree) else None,
     )

@@ -29,7 +29,15 @@ from clover_jax.decoding.accept import (
 )
 from clover_jax.decoding.cache_reading import cache_reader
 from clover_jax.decoding.copies import add_copies, count_copies
-from clover_jax.decoding.sampling import Scores, add_bias, finite_log_softmax, score, warp
+from clover_jax.decoding.sampling import (
+    NO_TOKEN,
+    Scores,
+    add_bias,
+    finite_log_softmax,
+    penalize,
+    score,
+    warp,
+)
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState, searched
 from clover_jax.decoding.tree import (
@@ -415,12 +423,18 @@ def accept(
     if sampling.needs_choices_only:
         return accept_path(tree, predicted)
 
-    # All further rules read logits, with the rows' biases. A slot's logits predict the token at the
-    # next position.
+    # All further rules read logits, with the rows' biases and penalties. A slot's logits predict
+    # the token at the next position.
     logits = predicted
     if sampling.biased:
         positions = state.length[:, None] + 1 + tree.level()
         logits = add_bias(logits, state.sampling, state.eos, positions)
+    if sampling.penalized:
+        # The root is part of the text already.
+        is_drafted = (tree.tokens != PAD_TOKEN) & (tree.parent >= 0)
+        on_path = tree.mask() & is_drafted[:, None]
+        paths = jnp.where(on_path, tree.tokens[:, None], NO_TOKEN)
+        logits = penalize(logits, state.sampling, state.tokens, state.end, paths)
     if sampling.verify == "greedy":
         return accept_path(tree, argmax(logits))
     # Typical acceptance judges drafted tokens; plain decoding has none and draws as usual.

@@ -265,8 +265,8 @@ def make_plan(
     kept = [prompt for rows in tasks.values() for prompt in rows]
     sampling = sampling_for(settings, kept)
     # Differences are judged with the base's own logits.
-    if sampling.biased:
-        raise UserError("evaluate does not support rows with min_new_tokens or logit_bias")
+    if sampling.biased or sampling.penalized:
+        raise UserError("evaluate does not support min_new_tokens, logit_bias, penalties and min_p")
     return Plan(
         tasks=tasks,
         settings=settings,

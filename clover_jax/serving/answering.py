@@ -198,7 +198,8 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, UserError):
         # Messages begin with the place in the body, or with a value that is too large.
-        place = re.match(r"temperature|top_p|(prompt|messages|logit_bias)[^:]*(?=:)", str(error))
+        names = r"temperature|(top|min)_p|\w+_penalty|(prompt|messages|logit_bias)[^:]*(?=:)"
+        place = re.match(names, str(error))
         return ApiError(str(error), param=place and place[0])
     # A bug: its message may quote anything, and is for the log alone.
     return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -61,8 +61,8 @@ class ServeOptions:
 
     generation_config: str = setting(
         "auto",
-        "sampling of requests that do not say: auto is temperature, top_p and top_k of the base's "
-        "generation_config.json; none is temperature 1",
+        "sampling of requests that do not say: auto is what the base's generation_config.json "
+        "says of temperature, top_k, top_p, min_p and repetition_penalty; none is temperature 1",
         group="sampling",
         choices=("auto", "none"),
     )

@@ -271,11 +271,11 @@ def _call(
             f"min_tokens ({request.min_tokens}) must be at most max_tokens ({most_tokens})",
             param="min_tokens",
         )
+    sampling = {name: _or(getattr(request, name), value) for name, value in vars(usual).items()}
+    # Keeping all tokens is -1 in vLLM's API and 0 here.
+    sampling["top_k"] = max(sampling["top_k"], 0)
     settings = GenerationSettings(
-        temperature=float(_or(request.temperature, usual.temperature)),
-        top_p=float(_or(request.top_p, usual.top_p)),
-        # Keeping all tokens is -1 in vLLM's API and 0 here.
-        top_k=max(_or(request.top_k, usual.top_k), 0),
+        **sampling,
         max_new_tokens=most_tokens,
         min_new_tokens=request.min_tokens or 0,
         logit_bias=request.logit_bias or (),

@@ -227,10 +227,8 @@ def _start(options: ServeOptions) -> Ready:
     if options.generation_config == "auto":
         usual = published_sampling(models.base.directory)
     if usual != SamplingParams(temperature=1.0):
-        say(
-            f"requests that do not say use temperature {usual.temperature:g}, top_p "
-            f"{usual.top_p:g} and top_k {usual.top_k}, from generation_config.json"
-        )
+        said = ", ".join(f"{name} {value:g}" for name, value in vars(usual).items())
+        say(f"requests that do not say use {said}, from generation_config.json")
     named, context = options.model_name, scheduler.context
     served = Served(named, context, options.max_waiting, words, usual, style)
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
@@ -243,7 +241,9 @@ def published_sampling(directory: Path) -> SamplingParams:
     """
     path = directory / "generation_config.json"
     values = read_json_object(path) if path.is_file() else {}
-    found = {name: values.get(name) for name in ("temperature", "top_k", "top_p")}
+    # All but the two of OpenAI's that Hugging Face does not know, as vLLM reads the file.
+    read = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+    found = {name: values.get(name) for name in read}
     given = {name: value for name, value in found.items() if value is not None}
     try:
         check_values(SamplingParams, given)

@@ -138,7 +138,9 @@ class Scheduler:
         # Rules that suit any row; each chunk runs by the cheapest that its rows allow (`adapts`).
         self._engine = self._models.engine(
             options.batch_size,
-            SamplingConfig("lossless", options.draft_sampling, truncate=True, biased=True),
+            SamplingConfig(
+                "lossless", options.draft_sampling, truncate=True, biased=True, penalized=True
+            ),
             seed=options.seed,
             steps_per_chunk=MOST_STEPS,
             source_size=-(-room // CACHE_CHUNK) * CACHE_CHUNK,

@@ -29,8 +29,8 @@ _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     (({},), "chat_template_kwargs structured_outputs"),
     (("",), "guided_grammar guided_regex suffix"),
     (({}, ""), "guided_json"),
-    ((0,), "frequency_penalty min_p presence_penalty prompt_logprobs"),
-    ((1,), "length_penalty repetition_penalty typical_p"),
+    ((0,), "prompt_logprobs"),
+    ((1,), "length_penalty typical_p"),
     ((True,), "add_generation_prompt add_special_tokens"),
     ((False,), "continue_final_message use_beam_search"),
     (("none", "auto"), "function_call tool_choice"),
@@ -142,6 +142,10 @@ class CommonRequest(_Shape):
     temperature: float | None = None  # `decoding.SamplingParams` checks these values
     top_p: float | None = None
     top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_tokens: int | None = Field(None, ge=0)
     logit_bias: Annotated[tuple[tuple[int, float], ...] | None, BeforeValidator(_as_biases)] = None

@@ -17,7 +17,7 @@ from scipy import stats
 from clover_jax.config import BaseConfig
 from clover_jax.decoding import accept, step
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.sampling import RowBias, RowSampling
+from clover_jax.decoding.sampling import RowBias, RowPenalties, RowSampling
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
@@ -31,6 +31,7 @@ WIDTHS = {"vocab_size": 5, "hidden_size": 16, "intermediate_size": 16, "head_dim
 BASE = BaseConfig(**WIDTHS, num_layers=1, num_heads=2, num_kv_heads=1)
 PROMPT = (1, 3, 0)
 SAMPLES, LENGTH = 20_000, 4
+PENALTIES, MIN_P = (1.5, 0.8, 0.5), 0.1  # repetition, frequency, presence
 BIAS, EOS = np.array([0.7, -1.0, 0.3, 0.0, 1.5], np.float32), 4
 
 
@@ -42,10 +43,10 @@ def peaked_params(base=BASE):
 
 
 @functools.cache
-def exact(temperature, top_p, biased=False, base=BASE) -> np.ndarray:
+def exact(temperature, top_p, biased=False, base=BASE, penalized=False) -> np.ndarray:
     """Return the probability of every text of LENGTH tokens, [V] * LENGTH.
 
-    biased: with BIAS, and without EOS before the last token.
+    biased: with BIAS, and without EOS before the last token. penalized: with PENALTIES and MIN_P.
     """
     texts = np.array(list(itertools.product(range(5), repeat=LENGTH)))
     tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
@@ -65,25 +66,44 @@ def exact(temperature, top_p, biased=False, base=BASE) -> np.ndarray:
         if biased:
             here = here + BIAS
             here[:, EOS] = -np.inf if i < LENGTH - 1 else here[:, EOS]
+        if penalized:
+            answered = (texts[:, :i, None] == np.arange(5)).sum(1)
+            is_there = (answered > 0) | np.isin(np.arange(5), PROMPT)
+            repetition, frequency, presence = PENALTIES
+            repeated = np.where(here > 0, here / repetition, here * repetition)
+            here = np.where(is_there, repeated, here)
+            here = here - frequency * answered - presence * (answered > 0)
         p = np.exp((here - here.max(-1, keepdims=True)) / temperature)
         p /= p.sum(-1, keepdims=True)
         order = np.argsort(-p, axis=-1)
         ranked = np.take_along_axis(p, order, -1)
         ranked[np.cumsum(ranked, -1) - ranked >= top_p] = 0
         np.put_along_axis(p, order, ranked, -1)
+        if penalized:
+            p[p < MIN_P * p.max(-1, keepdims=True)] = 0
         p /= p.sum(-1, keepdims=True)
         probability *= p[np.arange(len(texts)), texts[:, i]]
     return probability
 
 
-def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=False, base=BASE):
+def sample(
+    tree,
+    draft_sampling,
+    temperature,
+    top_p,
+    drafter="clover2",
+    biased=False,
+    base=BASE,
+    penalized=False,
+):
     """Return SAMPLES texts of LENGTH tokens, decoded speculatively.
 
     drafter: one of DRAFTERS, or a head and its params.
     """
     drafter = random_head(base, drafter) if isinstance(drafter, str) else drafter
     head, draft_params = drafter if tree.num_nodes else (None, {})
-    sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1, biased=biased)
+    rules = {"truncate": top_p < 1, "biased": biased, "penalized": penalized}
+    sampling = SamplingConfig("lossless", draft_sampling, **rules)
     config = StepConfig(base, head, tree, sampling)
     base_params = peaked_params(base)
     base_params = with_draft_rows(base_params, head.config) if head else base_params
@@ -93,6 +113,9 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=F
     bias = RowBias(ids=ids, values=values, eos_from=jnp.full(SAMPLES, start + LENGTH - 1))
     warped = {"temperature": jnp.full(SAMPLES, temperature), "top_p": jnp.full(SAMPLES, top_p)}
     warped |= {"top_k": jnp.zeros(SAMPLES, jnp.int32), "bias": bias if biased else None}
+    if penalized:
+        amounts = (jnp.full(SAMPLES, value) for value in (*PENALTIES, MIN_P))
+        warped["penalties"] = RowPenalties(jnp.full(SAMPLES, start), *amounts)
     rows = RowSampling(key=jax.random.key_data(keys), **warped)
     end = jnp.full(SAMPLES, start, jnp.int32)  # a weak type would compile the step twice
     state = empty_state(base, head, tree, SAMPLES, 16, 1, jnp.float32)
@@ -129,7 +152,8 @@ def p_value(texts: np.ndarray, probability: np.ndarray) -> float:
 TREES = {"none": parse_tree("none"), "chain:3": parse_tree("chain:3"), "small": SMALL_TREE}
 TREES |= {"copy:6": parse_tree("copy:6"), "small+copy:4": CopyTree("small+copy:4", SMALL_TREE, 4)}
 TREES |= {"dynamic:5:3:3+copy:4": parse_tree("dynamic:5:3:3+copy:4")}
-HOT, CUT = (1.0, 1.0), (0.7, 0.9)  # temperature and top_p
+# Temperature and top_p; penalties leave too few texts of CUT.
+HOT, CUT, WARM = (1.0, 1.0), (0.7, 0.9), (2.0, 0.95)
 USUAL = [  # the others of the product are slow
     ("clover2", "none", "topk", CUT),
     ("clover2", "small", "sampled", CUT),
@@ -178,6 +202,25 @@ def test_texts_of_experts_and_capped_logits_are_distributed_as_plain_sampling_s(
 def test_biased_texts_are_distributed_as_plain_sampling_s(draft_sampling):
     texts = sample(SMALL_TREE, draft_sampling, *CUT, biased=True)
     assert p_value(texts, exact(*CUT, biased=True)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree", "draft_sampling"),
+    [
+        ("clover2", "small", "sampled"),
+        ("lookup", "copy:6", "topk"),
+        *(
+            pytest.param("clover2", *case, marks=pytest.mark.slow)
+            for case in (
+                *itertools.product(["chain:3", "small"], ["topk", "sampled"]),
+                ("small+copy:4", "topk"),
+            )
+        ),
+    ],
+)
+def test_penalized_texts_are_distributed_as_plain_sampling_s(drafter, tree, draft_sampling):
+    texts = sample(TREES[tree], draft_sampling, *WARM, drafter, penalized=True)
+    assert p_value(texts, exact(*WARM, penalized=True)) > 1e-3
 
 
 def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):

@@ -42,11 +42,14 @@ from tests.tiny_models import (
 accept_path = jax.jit(accept.accept_path)
 accept_forced = jax.jit(accept.accept_forced, static_argnames="count")
 
-MOST = SamplingConfig("lossless", truncate=True, biased=True)  # as a server has it
+# As a server has it.
+MOST = SamplingConfig("lossless", truncate=True, biased=True, penalized=True)
 CHANGES = (
     *({"params": SamplingParams(**params)} for params in ({"temperature": 1.0}, {"top_k": 5})),
     {"params": SamplingParams(temperature=1.0, top_k=5)},
     {"params": SamplingParams(temperature=1.0, top_p=0.5)},
+    *({"params": SamplingParams(**p)} for p in ({"presence_penalty": 1.0}, {"min_p": 0.5})),
+    {"params": SamplingParams(temperature=1.0, min_p=0.5)},
     {"wants_scores": True},
     {"wants_prompt_scores": True},
     {"min_new_tokens": 1},

@@ -41,6 +41,16 @@ KINDS = [
     # 1 is EOS.
     {"prompt": AREA, "max_tokens": 24, "min_tokens": 7, "logit_bias": {"1": 100}, "temperature": 0},
     {"prompt": AREA, "max_tokens": 24, "logit_bias": {"293": -9}, "temperature": 1, "seed": 5},
+    {"prompt": AREA, "max_tokens": 24, "temperature": 0, "repetition_penalty": 1.3},
+    {
+        "prompt": CLOSE,
+        "max_tokens": 24,
+        "temperature": 1,
+        "seed": 5,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 1,
+        "min_p": 0.1,
+    },
     {
         "prompt": AREA,
         "max_tokens": 40,

@@ -79,8 +79,12 @@ def test_a_body_may_be_gzip(client):
 def test_what_a_base_publishes_for_sampling_is_used(tmp_path):
     assert published_sampling(tmp_path) == SamplingParams(temperature=1.0)
     path = tmp_path / "generation_config.json"
-    path.write_text('{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": true}')
-    assert published_sampling(tmp_path) == SamplingParams(0.6, 20, 0.9)
+    path.write_text(
+        '{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": true, '
+        '"repetition_penalty": 1.05}'
+    )
+    wanted = SamplingParams(0.6, 20, 0.9, repetition_penalty=1.05)
+    assert published_sampling(tmp_path) == wanted
     for wrong in ('{"top_p": 0}', '{"temperature": "hot"}', '{"top_k": 2.5}'):
         path.write_text(wrong)
         with pytest.raises(UserError, match="--generation_config=none ignores it"):
@@ -197,6 +201,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers(client):
     for name, value, words in (
         ("logit_bias", {"2048": 1}, "must lie in 0 .. 2047, not 2048"),
         ("temperature", 1e39, "3.40282e+38 or less"),
+        ("frequency_penalty", 3, "must lie in -2 .. 2"),
         ("prompt", [10**6], "1000000"),
     ):
         response = client.post(path, json=GREEDY | {name: value})

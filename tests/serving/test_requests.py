@@ -145,13 +145,11 @@ BAD_VALUES = {
     "ignore_eos": (1,),
     "logit_bias": ([5], {"5": 101}, {"5": "1"}, {"x": 1}, {"05": 1}),
     "min_tokens": (-1, 17),
+    "repetition_penalty": ("1", True),
+    "presence_penalty": ("much",),
     # What is not done here.
     "suffix": ("b",),
-    "repetition_penalty": (1.1, True),
-    "presence_penalty": (0.5,),
-    "frequency_penalty": (-1,),
     "use_beam_search": (True,),
-    "min_p": (0.1,),
     "guided_regex": ("a+",),
     "stop_token_ids": (5,),
     "skip_special_tokens": (1,),
@@ -211,6 +209,8 @@ def test_another_model_is_not_found():
         ({"temperature": 1e39}, r"temperature \(1e\+39\) must be"),
         ({"temperature": -1}, r"temperature \(-1.0\) must be 0 or more"),
         ({"top_p": 0}, r"top_p \(0.0\) must lie in \(0, 1\]"),
+        ({"min_p": 1.5}, r"min_p \(1.5\) must lie in 0 .. 1"),
+        ({"frequency_penalty": -3}, r"frequency_penalty \(-3.0\) must lie in -2 .. 2"),
         ({"top_p": 1.5}, r"top_p \(1.5\) must lie in \(0, 1\]"),
     ],
 )
@@ -372,8 +372,9 @@ def test_fields_are_known_or_refused():
 
 
 def test_sampling_that_a_request_does_not_name_is_the_server_s():
-    cool = SERVED._replace(usual=SamplingParams(0.6, 20, 0.9))
+    cool = SERVED._replace(usual=SamplingParams(0.6, 20, 0.9, repetition_penalty=1.05))
     (ask,) = read_chat({"messages": MESSAGES}, cool, "me").asks
     assert (ask.settings.temperature, ask.settings.top_k, ask.settings.top_p) == (0.6, 20, 0.9)
+    assert (ask.settings.repetition_penalty, ask.settings.min_p) == (1.05, 0)
     (ask,) = read_chat({"messages": MESSAGES, "temperature": 0, "top_k": -1}, cool, "me").asks
     assert (ask.settings.temperature, ask.settings.top_k) == (0, 0)
