@@ -181,4 +181,5 @@ LAYOUT = Layout(
     config_fields=config_fields,
     check_exportable=check_exportable,
     copies=dict.fromkeys(COPIES, "lm_head"),
+    fields={"clover": {"num_heads", "num_layers", "heads_coefficient", "decay_coefficient"}},
 )

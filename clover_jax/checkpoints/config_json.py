@@ -1,13 +1,15 @@
-"""config.json of a folder, with the type of every field checked before anything reads its value."""
+"""config.json of a folder: the type of every field is checked, and unknown fields are named."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
 from clover_jax.runtime.files import read_json_object
+from clover_jax.runtime.progress import say
 
 MOST = 2**31 - 1  # a larger number is a mistake, and overflows somewhere
 # Fields by their type, also within other fields; null stands for a field that is not there. Counts
@@ -39,6 +41,11 @@ _KINDS: dict[str, str] = {
     ),
     "mlp_only_layers": "a list",
 }
+# Fields that transformers reads although its configs no longer have them.
+_OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"} | {
+    *("original_max_position_embeddings", "sliding_window_pattern", "head_dim", "pretraining_tp"),
+    *("torch_dtype", "quantization_config", "auto_map", "tokenizer_class"),
+}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -56,6 +63,37 @@ def _check(values: Mapping[str, Any], path: Path, within: str) -> None:
         # Other programs' objects may hold anything under these names.
         if isinstance(value, dict) and kind is not None and name != "quantization_config":
             _check(value, path, f"{within}{name}.")
+
+
+def tell_unknown(
+    values: Mapping[str, Any],
+    path: Path,
+    kind: str | None,
+    further: Mapping[str, Set[str] | None] | None = None,
+) -> None:
+    """Name, with their number, the fields that transformers does not know for a type of model.
+
+    kind: a `model_type`; nothing is said for one that transformers does not know.
+    further: fields that a layout of heads adds, each with the fields of its object, or None for
+        one whose content is not looked into.
+    """
+    # Set before transformers is imported, which then does not warn that torch is absent.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from transformers import CONFIG_MAPPING
+
+    # The first Baichuan came with code of its own.
+    if not kind or kind not in CONFIG_MAPPING:
+        return
+    known = CONFIG_MAPPING[kind]().to_dict().keys() | _OLDER_FIELDS | (further or {}).keys()
+    # As everywhere, null stands for a field that is not there.
+    unknown = [name for name, x in values.items() if x is not None and name not in known]
+    for outer, fields in (further or {}).items():
+        if fields is not None and isinstance(values.get(outer), dict):
+            unknown += [f"{outer}.{name}" for name in values[outer] if name not in fields]
+    if unknown:
+        names = ", ".join(sorted(unknown))
+        number = f"{len(unknown)} field{'s' if len(unknown) > 1 else ''}"
+        say(f"{path}: {number} not read, unknown for {kind}: {names}")
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -28,6 +28,7 @@ from clover_jax.errors import UserError
 
 FIELDS = "dflash_config"
 _LAYERS, _MASK, _BLOCK = "target_layer_ids", "mask_token_id", "block_size"
+_BASE_LAYERS = "num_target_layers"
 # The fields that DFlash 2 adds to DFlash, with the values that mean plain DFlash.
 _ADDED = {"selector_rank": 0, "selector_top_k": 16, "conv_kernel_size": 0, "conv_group_size": 16}
 
@@ -39,6 +40,11 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash
     layer_types = values.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
+    if values.get(_BASE_LAYERS) not in (None, base.num_layers):
+        raise UserError(
+            f"{path}: {_BASE_LAYERS} is {values[_BASE_LAYERS]!r}, but the base has "
+            f"{base.num_layers} layers; give the base that the head was trained for"
+        )
     llama = parse_qwen3_config(values, path)
     if any(llama.layer_at(index).sliding_window for index in range(llama.num_layers)):
         raise UserError(
@@ -121,7 +127,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
         "num_hidden_layers": config.num_layers,
         "head_dim": config.layer.head_dim,
         "layer_types": ["full_attention"] * config.num_layers,
-        "num_target_layers": base.config.num_layers,
+        _BASE_LAYERS: base.config.num_layers,
         _BLOCK: config.block.size,
         FIELDS: own,
     }
@@ -201,4 +207,7 @@ LAYOUT = Layout(
     leaves=dflash2_leaves,
     config_fields=config_fields,
     check_exportable=check_exportable,
+    family="qwen3",
+    # Unknown fields of the object are refused.
+    fields=dict.fromkeys((FIELDS, _BLOCK, _BASE_LAYERS, "mlp_bias")),
 )

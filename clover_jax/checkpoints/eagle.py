@@ -38,6 +38,7 @@ from typing import Any
 import numpy as np
 
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.config_json import tell_unknown
 from clover_jax.checkpoints.layout import (
     Layout,
     check_llama_layer,
@@ -60,6 +61,19 @@ EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 OFFSETS, KEPT = "d2t", "t2d"
 # Fields of servers: which states a head reads, and whether it adds to the state after its norm.
 STATES, NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
+# Fields of the programs that train EAGLE-3 heads: another value makes another head of the same
+# tensors. They stand outside or in `eagle_config`.
+_METHOD = {
+    **dict.fromkeys((NORM_FIRST, "norm_before_fc", "fc_norm", "norm_output"), False),
+    **dict.fromkeys(("use_aux_hidden_state", "use_last_layernorm"), True),
+    "use_input_layernorm_in_first_layer": True,
+    "use_mtp_layernorm": False,
+}
+_OWN_FIELDS = dict.fromkeys(("bias", "qkv_bias"))
+_EAGLE3_FIELDS = {
+    **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "qkv_bias", STATES, *_METHOD)),
+    "eagle_config": {STATES, *_METHOD},
+}
 
 
 def parse_eagle(values: dict[str, Any], path: Path, base: BaseConfig) -> EagleConfig:
@@ -135,11 +149,13 @@ def parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3
                 f"{path}: {STATES} is {ids!r}; only heads of the method's own states, {wanted} of "
                 f"a base of {base.num_layers} layers, can be read"
             )
-    if values.get(NORM_FIRST):
-        raise UserError(
-            f"{path}: {NORM_FIRST} is {values[NORM_FIRST]!r}; only heads can be read that add to "
-            "the state as it was before its norm"
-        )
+    for fields in (values, own):
+        for name, is_so in _METHOD.items():
+            if fields.get(name) not in (None, is_so):
+                raise UserError(
+                    f"{path}: {name} is {fields[name]!r}; only heads with {is_so} can be read, as "
+                    "the method's own have it"
+                )
     return Eagle3Config(
         layer=layer,
         vocab_size=vocab_size,
@@ -243,6 +259,7 @@ EAGLE = Layout(
     config_fields=eagle1_fields,
     check_exportable=check_eagle,
     copies={EMBEDDING: "embedding"},
+    fields=_OWN_FIELDS,
 )
 # Variants for two servers, which are written differently; when read, they are all EAGLE.
 VLLM = dataclasses.replace(
@@ -272,6 +289,7 @@ EAGLE3 = Layout(
     check_exportable=_check_eagle3,
     more_tensors=vocabulary_tensors,
     optional=(OFFSETS, KEPT),
+    fields=_EAGLE3_FIELDS,
 )
 EAGLE3_TPU = dataclasses.replace(
     EAGLE3,
@@ -288,6 +306,10 @@ EAGLE3_TPU = dataclasses.replace(
 VERSION = "0.1.0"
 DRAFTED_TOKENS = 5  # a server's default number of tokens to draft with an EAGLE-1 head
 _ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
+_SPECULATORS_FIELDS = _EAGLE3_FIELDS | dict.fromkeys(
+    (_ALGORITHM, _LAYER_CONFIG, "speculators_version", "speculators_config", "layernorms")
+    + ("fusion_bias", "transformer_layer_architecture", "embed_requires_grad")
+)
 
 
 def _parse_speculators_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
@@ -300,6 +322,7 @@ def _parse_speculators_eagle3(values: dict[str, Any], path: Path, base: BaseConf
         )
     # EAGLE-3's own reader looks for the size among the fields of the layer.
     fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
+    fields |= {name: values[name] for name in _METHOD if name in values}
     config = parse_eagle3(fields, path, base)
     ids = values.get(STATES)
     if not ids:  # to vLLM a config without them, or with an empty list, means the method's own
@@ -322,9 +345,11 @@ def _layer_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path}: {_ALGORITHM} {algorithm!r} cannot be read, only 'eagle' and 'eagle3'"
         )
-    if not isinstance(values.get(_LAYER_CONFIG), dict):
+    layer = values.get(_LAYER_CONFIG)
+    if not isinstance(layer, dict):
         raise UserError(f"{path} has no {_LAYER_CONFIG} object")
-    return values[_LAYER_CONFIG]
+    tell_unknown(layer, path, "llama", _OWN_FIELDS)
+    return layer
 
 
 def _are_states(ids: Any) -> bool:
@@ -422,6 +447,7 @@ SPECULATORS = Layout(
         "no current vLLM reads EAGLE-1 heads as speculators (0.32.0 does not); "
         "--to=eagle_vllm writes one that it reads"
     ),
+    fields=_SPECULATORS_FIELDS,
 )
 SPECULATORS_EAGLE3 = Layout(
     name="speculators_eagle3",
@@ -434,4 +460,5 @@ SPECULATORS_EAGLE3 = Layout(
     copies={EMBEDDING: "embedding"},
     more_tensors=vocabulary_tensors,
     optional=(OFFSETS, KEPT),
+    fields=_SPECULATORS_FIELDS,
 )

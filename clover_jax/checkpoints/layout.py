@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ class Layout:
     copies: stored names of frozen copies of base matrices -> "lm_head" or "embedding".
     more_tensors: stored tensors that follow from the config.
     optional: names of redundant tensors that may be stored.
+    family: the `model_type` whose fields config.json has.
+    fields: further fields, which are read or which servers write for themselves; see
+        `tell_unknown`. Others are named.
     file: the name of the weights' file.
     warning: printed when this layout is written.
     """
@@ -48,6 +51,8 @@ class Layout:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     optional: tuple[str, ...] = ()
+    family: str = "llama"
+    fields: Mapping[str, Set[str] | None] = dataclasses.field(default_factory=dict)
     file: str = "model.safetensors"
     warning: str | None = None
 

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.config_json import read_config
+from clover_jax.checkpoints.config_json import read_config, tell_unknown
 from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
 from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
 from clover_jax.checkpoints.llama_kin import (
@@ -243,13 +243,6 @@ ARCHITECTURES = {name: family for name, _, family in _FAMILIES}
 MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
 
 
-# Fields that transformers reads although its configs no longer have them.
-_OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"} | {
-    *("original_max_position_embeddings", "sliding_window_pattern", "head_dim", "pretraining_tp"),
-    *("torch_dtype", "quantization_config", "auto_map", "tokenizer_class"),
-}
-
-
 class Checkpoint(NamedTuple):
     """The config of a folder, the place of its tensors, and an adjustment by (name, tensor)."""
 
@@ -271,7 +264,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     values = read_config(path)
     family = ARCHITECTURES[architecture_of(values, path)]
     config = family.parse(values, path)
-    _tell_unknown(values, path)
+    tell_unknown(values, path, values.get("model_type"))
     # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
     # one id, and this the end of a turn too.
     newer = directory / "generation_config.json"
@@ -281,19 +274,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
     adjust = functools.partial(family.adjust, values)
     return Checkpoint(family, config, family.leaves(config), adjust)
-
-
-def _tell_unknown(values: dict[str, Any], path: Path) -> None:
-    """Name the fields that transformers does not know for this type of model either."""
-    from transformers import CONFIG_MAPPING
-
-    kind = values.get("model_type")
-    # The first Baichuan came with code of its own.
-    if not kind or kind not in CONFIG_MAPPING:
-        return
-    unknown = sorted(values.keys() - CONFIG_MAPPING[kind]().to_dict().keys() - _OLDER_FIELDS)
-    if unknown:
-        say(f"{path}: fields that are not read, unknown for {kind}: {', '.join(unknown)}")
 
 
 def architecture_of(values: dict[str, Any], path: Path) -> str:

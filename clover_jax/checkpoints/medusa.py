@@ -133,6 +133,9 @@ ORIGINAL = Layout(
     },
     check_exportable=check_exportable,
     file="medusa_lm_head.safetensors",
+    fields=dict.fromkeys(
+        ("medusa_num_heads", "medusa_num_layers", "base_model_name_or_path", "version")
+    ),
 )
 VLLM = Layout(
     name="medusa_vllm",
@@ -141,5 +144,9 @@ VLLM = Layout(
     parse_config=parse_vllm,
     leaves=functools.partial(_leaves, block="blocks.{}.layers.0", matrix="lm_heads.{}.weight"),
     config_fields=_vllm_fields,
+    fields=dict.fromkeys(
+        ("num_heads", "truncated_vocab_size", "medusa_fc_bias", "original_lm_head")
+        + ("max_paths", "topk")
+    ),
     check_exportable=check_exportable,
 )

@@ -29,7 +29,7 @@ from clover_jax.checkpoints.card import (
     read_card,
     read_leaf,
 )
-from clover_jax.checkpoints.config_json import read_config
+from clover_jax.checkpoints.config_json import read_config, tell_unknown
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.layouts import NATIVE, recognise
 from clover_jax.checkpoints.loading import place_as
@@ -124,7 +124,9 @@ def open_head(
 
     # The config determines which tensors to expect, with the vocabulary as it is stored.
     path = directory / "config.json"
-    stored = layout.parse_config(read_config(path), path, base.config)
+    values = read_config(path)
+    stored = layout.parse_config(values, path, base.config)
+    tell_unknown(values, path, layout.family, layout.fields)
     # Some heads were trained with another rotary base than the one in their config.
     if rope_theta:
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)

@@ -156,7 +156,7 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
                 answer = _Answer(record, tokenizer, messages[: index + 1], len(spans) + 1)
-                spans.append(answer.span_in(text))
+                spans.append(answer.span_in(text, spans[-1].end if spans else 0))
 
     check_rendered(tokenizer, messages, text, False, record.source, record.variables)
     if all(are_learnt):
@@ -197,6 +197,7 @@ class _Answer:
             )
 
         self._source, self._content = record.source, content_text(messages[-1])
+        self._before = content_text(messages[-2]).strip()
         self.asked, self.answered = render([], True), render(messages[-1:], False)
         # Only then the answer is the text after what was asked.
         if not self.answered.startswith(self.asked):
@@ -234,8 +235,11 @@ class _Answer:
     def _rest(self) -> str:
         return self.answered[len(self.asked) :]
 
-    def span_in(self, text: str) -> Span:
-        """Return where the answer lies in the whole conversation's text."""
+    def span_in(self, text: str, after: int) -> Span:
+        """Return where the answer lies in the text of the whole conversation, at `after` or later.
+
+        after: where the answer before this one ends.
+        """
         # White space after the answer is the template's, unless the answer itself ends so.
         own = self.answered
         own = own if self._content.strip() and own.endswith(self._content) else own.rstrip()
@@ -250,6 +254,12 @@ class _Answer:
         begins = text.find(kept, start)
         if is_asked and kept and begins >= 0 and not text[start:begins].strip():
             return Span(start, begins + len(kept))
+        # Mistral 3 puts the tools before the last question: then they move on, and only what stands
+        # before the answer within its turn is the same.
+        turn = self.asked[self.asked.rfind(self._before) :] if self._before else ""
+        begins = -1 if is_asked or not turn else text.find(turn + own[start:], after)
+        if begins >= 0:
+            return Span(begins + len(turn), begins + len(turn) + len(own) - start)
         if self._has_calls:
             self._refuse("renders an answer with calls differently once more follows")
 

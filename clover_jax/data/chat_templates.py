@@ -159,9 +159,10 @@ def _unread_keys(
     unread = sorted(counts.keys() - read, key=lambda key: (-counts[key], key))
     if not unread:
         return None
-    listed = ", ".join(f"{shown(key)} ({counts[key]})" for key in unread[:9])
+    listed = [f"{shown(key)} ({counts[key]})" for key in unread[:9]]
+    listed += [f"and {len(unread) - 9} more"] if len(unread) > 9 else []
     return (
-        f"the chat template does not read {listed}{', ...' if len(unread) > 9 else ''}: "
+        f"the chat template does not read {', '.join(listed)}: "
         "keys of messages or rows, with their numbers; pass another --chat_template if it should"
     )
 

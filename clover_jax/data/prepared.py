@@ -26,6 +26,7 @@ from clover_jax.data.chat import Encoded
 from clover_jax.data.records import TokenRow
 from clover_jax.errors import UserError, reason_of
 from clover_jax.runtime.files import atomic_file, read_json_object, write_json
+from clover_jax.runtime.progress import say
 from clover_jax.runtime.row_writer import manifest_path
 
 TRAIN, HELDOUT, HIDDEN = "train.json", "heldout.json", "hidden.json"
@@ -119,8 +120,11 @@ class PreparedSamples:
 def heldout_rows(directory: Path) -> list[TokenRow]:
     """Return the held-out samples, each cut in what comes before its first answer and the rest."""
     samples = ShardReader(directory / HELDOUT)
+    count = min(len(samples), MAX_HELDOUT_READ)
+    if count < len(samples):
+        say(f"{directory / HELDOUT}: the first {count} of {len(samples)} held-out samples are read")
     rows = []
-    for index in range(min(len(samples), MAX_HELDOUT_READ)):
+    for index in range(count):
         sample = samples[index]
         tokens, mask = sample["tokens"].tolist(), sample["loss_mask"]
         # Without an answer all is prompt; argmax would be 0.

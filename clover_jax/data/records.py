@@ -219,7 +219,7 @@ def tell_unread(fields: collections.Counter[str], source: str) -> None:
     # Only the most frequent fields: other kinds of data may have hundreds.
     listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]
     if len(unread) > len(listed):
-        listed.append("...")
+        listed.append(f"and {len(unread) - len(listed)} more")
     if listed:
         say(f"{source}: no command reads {', '.join(listed)}")
 

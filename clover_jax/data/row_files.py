@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clover_jax.data.forms import is_row
-from clover_jax.data.records import open_rows, plain_name
+from clover_jax.data.records import open_rows, plain_name, shown
 from clover_jax.errors import UserError, reason_of
+from clover_jax.runtime.progress import say
 from clover_jax.runtime.row_writer import is_row_manifest
 
 TABLES = (".parquet", ".arrow")
@@ -200,6 +201,12 @@ def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
     if isinstance(value, dict):
         # {"data": [...]} and the like.
         lists = {name: rows for name, rows in value.items() if _are_rows(rows)}
+        others = [name for name in value if name not in lists and value[name] is not None]
+        if lists and others:
+            say(
+                f"{path}: rows are read from {', '.join(lists)}; {len(others)} other keys are not: "
+                f"{shown(others)}"
+            )
         return [
             (f"{path}[{n}][{i}]", row) for n, rows in lists.items() for i, row in enumerate(rows)
         ] or None

@@ -20,6 +20,7 @@ from clover_jax.data.records import (
     data_hash,
     json_hash,
     parse_line,
+    plain_name,
     split_by_hash,
     tell_unread,
 )
@@ -225,12 +226,19 @@ def _read_part(part: str, unread: collections.Counter[str]) -> list[Record]:
             records.append(list(_parse_rows(content, unread)))
             has_rows = True
         elif content.strip():
-            if is_about_data(path):
+            is_json = plain_name(path).endswith(".json")
+            if files.is_named and is_json:
+                raise UserError(
+                    f"{path}: holds no rows; expected a list of objects, or one object a line. To "
+                    "learn from its text as it stands, give it another ending, such as .txt"
+                )
+            if is_about_data(path) or is_json:
                 texts[len(records)] = path
             records.append([Text(str(path), content)])
 
     left_out += files.left_out  # drops what was counted no time
-    # Next to rows, or to tables that are not read, a card is not what is to be learnt.
+    # Next to rows, or to tables that are not read, a card is not what is to be learnt, nor is
+    # JSON without rows.
     if not files.is_named and (has_rows or left_out.keys() & NOT_READ):
         for index, path in texts.items():
             records[index] = []

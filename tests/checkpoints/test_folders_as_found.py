@@ -1,18 +1,31 @@
 """Folders that contradict themselves: what other programs leave is read, or named in one line."""
 
+import dataclasses
 import json
 import os
+import re
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from clover_jax.checkpoints.layouts import LAYOUTS
 from clover_jax.checkpoints.loading import load_base, read_checkpoint
 from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.checkpoints.tensor_files import TensorFiles
+from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from tests.checkpoints.test_loading import split_in_shards
-from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
+from tests.foreign_heads import write_layout
+from tests.tiny_checkpoints import (
+    assert_trees_equal,
+    copy_of,
+    edit_json,
+    edit_tensors,
+    random_base,
+    random_leaves,
+)
+from tests.tiny_models import TINY
 
 INDEX = "model.safetensors.index.json"
 
@@ -301,8 +314,43 @@ def test_fields_that_nobody_knows_are_named(folder, capsys):
     edit_json(folder / "config.json", num_local_experts=4, unknown_key={})
     load_base(str(folder))
     assert capsys.readouterr().err == (
-        f"{folder}/config.json: fields that are not read, unknown for llama: num_local_experts, "
+        f"{folder}/config.json: 2 fields not read, unknown for llama: num_local_experts, "
         "unknown_key\n"
+    )
+
+
+FOREIGN = ("eagle3", "dflash2", "clover2", "eagle", "medusa", "medusa_vllm", "speculators")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_fields_of_a_heads_config_that_nobody_knows_are_named(tmp_path, capsys, name):
+    """Ours and those that the layouts' own tools write are known."""
+    base = random_base(tmp_path, dataclasses.replace(TINY, num_layers=8))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    kind = LAYOUTS[name].kind
+    options = {"own_output": True} if kind == "medusa" else {}
+    config = registry.config_for_base(kind, base.config, **options)
+    params = random_leaves(registry.init_shapes(registry.head(config), base.params))
+    head = tmp_path / "head"
+    write_layout(name, head, config, params, base)
+    load_draft(str(head), base)
+    assert capsys.readouterr().err == ""
+
+    edit_json(head / "config.json", dropout_rate=0.1, own_norm={}, left_out=None)
+    load_draft(str(head), base)
+    said = "2 fields not read, unknown for .*: dropout_rate, own_norm"
+    assert re.fullmatch(f"{head}/config.json: {said}\n", capsys.readouterr().err)
+
+
+def test_fields_within_objects_of_a_heads_config_are_named(fixtures_dir, tmp_path, capsys):
+    base = load_base(str(fixtures_dir / "clover2_reference" / "base"))
+    head = copy_of(fixtures_dir / "clover2_reference" / "clover2", tmp_path / "head")
+    clover = json.loads((head / "config.json").read_text())["clover"]
+    edit_json(head / "config.json", clover=clover | {"num_experts": 2})
+    load_draft(str(head), base)
+    assert (
+        "config.json: 1 field not read, unknown for llama: clover.num_experts"
+        in capsys.readouterr().err
     )
 
 

@@ -257,7 +257,10 @@ CONFIGS = [
     # Fields of vLLM and SGLang that no tensor shows.
     ("eagle3", {STATES: [0, 1, 2]}, r"layer_ids is \[0, 1, 2\]; only heads of the method's own"),
     ("eagle3", {"eagle_config": {STATES: [2, 3, 5]}}, r"layer_ids is \[2, 3, 5\]; only heads of"),
-    ("eagle3", {"norm_before_residual": True}, "norm_before_residual is True; only heads can be "),
+    ("eagle3", {"norm_before_residual": True}, "norm_before_residual is True; only heads with Fa"),
+    ("eagle3", {"norm_output": True}, "norm_output is True; only heads with False can be read, a"),
+    ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "hidden_state is False; only h"),
+    ("dflash2", {"num_target_layers": 9}, "num_target_layers is 9, but the base has 8 layers; gi"),
     ("dflash2", own(causal=True, markov_rank=4), "dflash_config has causal, markov_rank, which no"),
     ("dflash2", own(target_layer_ids=[1, 8]), r"layers of the base, 0 to 7, not \[1, 8\]"),
     ("dflash2", own(target_layer_ids=[1, 3]), r"fc\.weight has shape \(32, 96\); config.json asks"),

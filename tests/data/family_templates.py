@@ -65,10 +65,12 @@ LLAMA = (
     "{{ m.content | tojson }}{% else %}{{ m.content }}{% endif %}</s>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-# Mistral: the question's end asks for the answer; calls have ids.
+# Mistral 3: the question's end asks for the answer, calls have ids, and the tools stand before the
+# last question, wherever its text stands again.
 MISTRAL = (
-    "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
-    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
+    "{{ bos_token }}{% set asked = messages | selectattr('role', 'equalto', 'user') | list %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% if tools and m == asked[-1] %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}[INST]{{ m.content }}[/INST]"
     "{% elif m.tool_calls %}[TOOL_CALLS]["
     "{% for c in m.tool_calls %}{{ c.function | tojson }}, {{ c.id }}"
     "{% if not loop.last %}, {% endif %}{% endfor %}]</s>"

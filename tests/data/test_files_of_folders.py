@@ -52,11 +52,11 @@ def test_files_that_are_left_out_of_a_folder_are_named_with_their_number(tmp_pat
     (tmp_path / "d" / "loop").symlink_to(tmp_path)
     os.mkfifo(tmp_path / "d" / "pipe.jsonl")
     (tmp_path / "d" / "dataset_info.json").write_text("{}")
-    assert sources(tmp_path / "d") == ["a.jsonl:1", "dataset.info.json", "text.txt"]
+    assert sources(tmp_path / "d") == ["a.jsonl:1", "text.txt"]
     said = capsys.readouterr().err
     assert said.startswith(f"--data={tmp_path}/d: files that are not read: ")
     assert set(said.strip().partition("not read: ")[2].split(", ")) == {
-        *(".csv (2)", "links and the like (2)", ".json (1)", ".md (1)", ".png (1)", "hidden (1)")
+        *(".csv (2)", "links and the like (2)", ".json (2)", ".md (1)", ".png (1)", "hidden (1)")
     }
 
 

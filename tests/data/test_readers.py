@@ -73,9 +73,22 @@ def test_what_looks_like_rows_and_is_none_is_refused(tmp_path, name, content, me
 
 
 @pytest.mark.parametrize("content", ['{"name": "x", "files": ["a"]}', "[1, 2]", "{% if %}", "[a]"])
-def test_other_json_and_texts_with_brackets_are_texts(tmp_path, content):
-    (tmp_path / "a.json").write_text(content)
-    assert texts(tmp_path / "a.json") == [content]
+def test_json_without_rows_is_text_only_where_its_name_does_not_promise_rows(tmp_path, content):
+    (tmp_path / "a.txt").write_text(content)
+    assert texts(tmp_path / "a.txt") == [content]
+    # In a folder of code it is text like the rest.
+    (tmp_path / "a.txt").rename(tmp_path / "a.json")
+    assert texts(tmp_path) == [content]
+    with pytest.raises(UserError, match="a.json: holds no rows; expected a list of objects, or o"):
+        texts(tmp_path / "a.json")
+
+
+def test_what_stands_next_to_a_list_of_rows_is_named(tmp_path, capsys):
+    value = {"version": 1, "data": [CHAT], "splits": {"test": 3}, "note": None}
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    assert len(read_records(str(tmp_path / "a.json")).train) == 1
+    said = 'rows are read from data; 2 other keys are not: ["version", "splits"]\n'
+    assert capsys.readouterr().err == f"{tmp_path}/a.json: {said}"
 
 
 def test_a_folder_is_read_whole_and_in_order(tmp_path):

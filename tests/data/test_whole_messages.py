@@ -35,6 +35,9 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [call(city="Oslo")]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "4 degrees"}
 ANSWER = {"role": "assistant", "content": "It is 4 degrees."}
 TWO_CALLS = {**CALL, "tool_calls": [call(city="Oslo"), call("c2", city="Rome")]}
+THEN = {"role": "user", "content": "And in Rome?"}
+AGAIN = {"role": "assistant", "content": "", "tool_calls": [call("c2", city="Rome")]}
+OTHER = {**RESULT, "tool_call_id": "c2"}
 ROWS = {
     "a call": [ASK, CALL, RESULT, ANSWER],
     "null content": [ASK, {**CALL, "content": None}, RESULT, ANSWER],
@@ -45,6 +48,8 @@ ROWS = {
     "thinking": [ASK, {**ANSWER, "reasoning_content": "easy"}, ASK, {**ANSWER, "thinking": "so"}],
     "thinking and a call": [ASK, {**CALL, "reasoning_content": "I must ask"}, RESULT, ANSWER],
     "several turns": [ASK, ANSWER, ASK, ANSWER, ASK, ANSWER],
+    "several turns with calls": [ASK, CALL, RESULT, ANSWER, THEN, AGAIN, OTHER, {**ANSWER}],
+    "several turns of two answers": [ASK, ANSWER, THEN, {**ANSWER, "content": "Rome: 9."}],
 }
 
 
@@ -122,6 +127,18 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(tokenizer, family
 def test_a_call_is_learnt(tokenizer, template, row, expected):
     with_template(tokenizer, template)
     assert learnt({"messages": ROWS[row]}, tokenizer)[:-1] == expected
+
+
+@pytest.mark.parametrize("family", ["mistral", "hermes", "plain roles"])
+def test_answers_of_several_turns_with_calls_are_learnt_and_nothing_else(tokenizer, family):
+    with_template(tokenizer, FAMILIES[family])
+    row = {"messages": ROWS["several turns with calls"], "tools": TOOLS}
+    for run, city in zip(learnt(row, tokenizer)[::2], ("Oslo", "Rome"), strict=True):
+        assert city in run
+        assert "4 degrees" not in run
+    for run in learnt(row, tokenizer)[1::2]:
+        assert run == "It is 4 degrees.</s>"
+    assert len(learnt(row, tokenizer)) == 4
 
 
 def test_marks_of_a_template_itself_are_what_is_learnt(tokenizer):
@@ -263,7 +280,7 @@ def test_what_a_template_does_not_read_is_named_with_its_number(tokenizer):
     rows = [parse_row({"messages": messages, "tools": TOOLS}, "f")[0] for messages in ROWS.values()]
     notice = template_notice(rows, tokenizer)
     assert notice.startswith(
-        'the chat template does not read "tools" (9), "name" (7), "tool_call_id" (7)'
+        'the chat template does not read "tools" (11), "name" (9), "tool_call_id" (9)'
     )
     with_template(tokenizer, MISTRAL_NAMES)
     assert template_notice(rows[:1], tokenizer) is None

@@ -11,6 +11,7 @@ import pytest
 from clover_jax import prepare
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.cli.command_flags import parse_flags
+from clover_jax.data import prepared as prepared_folder
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
 from clover_jax.data.samples import SampleCounts
 from clover_jax.data.tokenizer import load_tokenizer
@@ -43,12 +44,17 @@ def test_the_identity_names_all_that_samples_depend_on(base, data, prepared):
     assert load(prepared, base, ("pre_norm",)).identity["activations"]
 
 
-def test_what_is_held_out_is_kept_apart(base, data, prepared):
+def test_what_is_held_out_is_kept_apart(base, data, prepared, monkeypatch, capsys):
     raw = load(data, base)
     rows = heldout_rows(prepared)
-    assert len(rows) == len(raw.heldout) > 0
+    assert len(rows) == len(raw.heldout) > 1
     assert rows[0].prompt_ids
     assert rows[0].output_ids
+    assert "held-out samples" not in capsys.readouterr().err
+    monkeypatch.setattr(prepared_folder, "MAX_HELDOUT_READ", 1)
+    assert heldout_rows(prepared) == rows[:1]
+    said = f"the first 1 of {len(rows)} held-out samples are read"
+    assert capsys.readouterr().err == f"{prepared}/heldout.json: {said}\n"
 
 
 def test_cached_activations_are_those_of_the_base(base, prepared):
