@@ -190,8 +190,8 @@ class DFlash2(Drafter):
         cache = over_rows_and_heads(write_rows, cache, rows, ordered_after(start, u))
         # Slot 0 holds the anchor, which is known. This is the step's one pass over the vocabulary.
         u = u[:, 1:]
-        count = min(self.config.candidates, self.config.draft_vocab_size)
-        best = top_k(head_logits(self.config, frozen, u), count)
+        candidates = min(self.config.candidates, self.config.draft_vocab_size)
+        best = top_k(head_logits(self.config, frozen, u), candidates)
         # The gates of all P slots at once, since `propose` does not run the trunk.
         gate = u @ self.selector_gate if self.config.rank else u[..., :0]
         return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor), cache
