@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from clover_jax.checkpoints.llama_config import (
     check_count,
@@ -24,7 +21,6 @@ from clover_jax.checkpoints.llama_config import (
     read_window,
 )
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves
-from clover_jax.checkpoints.tensor_files import READABLE, TensorFiles
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
@@ -68,10 +64,6 @@ GPT_OSS_DEFAULTS: dict[str, Any] = {
 # The published models' rotation, for a config without one.
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 YARN_LENGTH = {"original_max_position_embeddings": 4096}
-FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-FP4 = np.concatenate([FP4, -FP4])  # the highest of four bits is the sign
-SCALE_BIAS = 127  # a stored scale e stands for 2^(e - 127)
-BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def parse_mixtral_config(values: dict[str, Any], path: Path) -> BaseConfig:
@@ -151,14 +143,10 @@ def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf
 
 
 def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of a gpt-oss config into ours; MXFP4 is the only readable quantization."""
+    """Turn the fields of a gpt-oss config into ours."""
     values = GPT_OSS_DEFAULTS | values | {"mlp_bias": False}
     if values.get("rope_scaling") is None and values.get("rope_parameters") is None:
         values["rope_parameters"] = YARN | YARN_LENGTH
-    # To the decoder these weights are plain: `Mxfp4Files` widens them as they are read.
-    quantization = values.get("quantization_config")
-    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
-        values["quantization_config"] = None
     # The decoder's gate has these two numbers built in.
     if (values["swiglu_alpha"], values["swiglu_limit"]) != (CLAMPED_GAIN, CLAMP):
         raise UserError(
@@ -211,61 +199,6 @@ def _every_second(path: tuple[str, ...], name: str, shape: tuple[int, ...], firs
     return Leaf(path, shape, (Piece(name, stored, shape, tuple(range(len(shape))), part=part),))
 
 
-class Mxfp4Files(TensorFiles):
-    """Weight files in which blocks and scales of MXFP4 are one tensor, [X, inputs, outputs]."""
-
-    def __init__(self, directory: Path):
-        super().__init__(directory)
-        self._packed: set[str] = set()
-        names = [name.removesuffix(BLOCKS) for name in self.shapes if name.endswith(BLOCKS)]
-        for name in names:
-            # Whatever is misshapen stays under its own names, which no config asks for.
-            blocks, scales = self.shapes[name + BLOCKS], self.shapes.get(name + SCALES)
-            if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
-                continue
-            # A block holds 32 inputs: 16 bytes of two numbers each.
-            del self.shapes[name + BLOCKS], self.shapes[name + SCALES]
-            self.shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
-            self._places[name] = self._places[name + BLOCKS]
-            self._packed.add(name)
-
-    def _rename(self, rename: Callable[[str], str]) -> str | None:
-        # Called by the constructor too, before anything is packed.
-        self._packed = set(map(rename, getattr(self, "_packed", ())))
-        return super()._rename(rename)
-
-    def read(
-        self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
-    ) -> np.ndarray:
-        """Return one tensor, or a slice along its first axis; MXFP4 as bfloat16."""
-        if name not in self._packed:
-            return super().read(name, rows, types)
-        # U8 is not among the types of weights that `read` accepts by default.
-        blocks = super().read(name + BLOCKS, rows, ("U8",))
-        return widen_mxfp4(blocks, super().read(name + SCALES, rows, ("U8",)))
-
-    def view(self, name: str) -> np.ndarray:
-        """Return one tensor as a view on its file; MXFP4 is read and widened whole."""
-        return self.read(name) if name in self._packed else super().view(name)
-
-
-def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Widen [X, O, I / 32, 16] bytes and [X, O, I / 32] exponents to numbers, [X, I, O].
-
-    Source: the OCP Microscaling formats, version 1.0; transformers' reader of gpt-oss.
-    """
-    number, outputs, groups, _ = blocks.shape
-    wide = np.empty((number, 32 * groups, outputs), ml_dtypes.bfloat16)
-    # One expert at a time: in float32 all of them would take twice the result.
-    for expert in range(number):
-        halves = np.stack([blocks[expert] & 0x0F, blocks[expert] >> 4], axis=-1)
-        numbers = FP4[halves].reshape(outputs, groups, 32)
-        # int32, since uint8 scales below the bias would wrap around.
-        exponents = scales[expert, :, :, None].astype(np.int32) - SCALE_BIAS
-        wide[expert] = np.ldexp(numbers, exponents).reshape(outputs, -1).T
-    return wide
-
-
 # In Mixtral's names w1 is gate, w3 is up and w2 is down.
 MIXTRAL = Family(
     parse_mixtral_config,
@@ -275,4 +208,4 @@ QWEN3_MOE = Family(
     parse_qwen3_moe_config,
     functools.partial(expert_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")),
 )
-GPT_OSS = Family(parse_gpt_oss_config, gpt_oss_leaves, files=Mxfp4Files)
+GPT_OSS = Family(parse_gpt_oss_config, gpt_oss_leaves)

@@ -43,7 +43,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
         raise UserError(
             f"{path}: hidden_act {activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
         )
-    # Quantized weights have other names and types, which would read as missing tensors.
+    # A base's have been taken out; quantized heads are not read.
     if values.get("quantization_config"):
         raise UserError(
             f"{path}: quantized checkpoints are not supported; use the original checkpoint"

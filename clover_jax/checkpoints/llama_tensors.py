@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from clover_jax.array_types import LeafPath
-from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig, LayerConfig
 
@@ -165,12 +164,10 @@ class Family:
     leaves: where the stored tensors lie in the params.
     adjust: changes a stored tensor, from the fields of config.json, its name and itself.
     ignored: names of stored tensors that no text needs, as a regular expression; "" for none.
-    files: opens the weight files of a folder.
     """
 
     parse: Callable[[dict[str, Any], FilePath], BaseConfig]
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
-    # Few families change the values of a tensor, or how files are opened.
+    # Few families change the values of a tensor.
     adjust: Callable[[dict[str, Any], str, np.ndarray], np.ndarray] = lambda _, __, tensor: tensor
     ignored: str = ""
-    files: Callable[[FilePath], TensorFiles] = TensorFiles

@@ -38,6 +38,7 @@ from clover_jax.checkpoints.llama_kin import (
     parse_smollm3_config,
 )
 from clover_jax.checkpoints.llama_tensors import Family
+from clover_jax.checkpoints.quantized_config import Quantization, read_quantization
 from clover_jax.checkpoints.qwen_hybrids import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_NEXT
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.checkpoints.sources import find_directory, found_below
@@ -76,7 +77,7 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
     def stored(leaf: Leaf) -> StoredLeaf:
         names = [piece.name for piece in leaf.pieces]
         tensors = {name: checkpoint.adjust(name, files.view(name)) for name in names}
-        return StoredLeaf(leaf, tensors, files.check_part)
+        return StoredLeaf(leaf, tensors, files.check_part, dtype)
 
     # A large base shows how many GB are placed, counted over all processes.
     leaves, size, params, done = checkpoint.leaves, jnp.dtype(dtype).itemsize, {}, 0
@@ -134,7 +135,7 @@ def open_base(source: str) -> BaseModel:
 
 def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, TensorFiles]:
     """Return the checked files of a checkpoint, which the files may correct."""
-    files = checkpoint.family.files(directory)
+    files = TensorFiles(directory, checkpoint.quantization)
     # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
     # config; some store the output matrix a second time although it is tied to the embedding.
     harmless = [r".*\.rotary_emb\.inv_freq", checkpoint.family.ignored]
@@ -244,12 +245,16 @@ MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
 
 
 class Checkpoint(NamedTuple):
-    """The config of a folder, the place of its tensors, and an adjustment by (name, tensor)."""
+    """The config of a folder, the place of its tensors, and an adjustment by (name, tensor).
+
+    quantization: how its matrices are stored; None where they are plain.
+    """
 
     family: Family
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Callable[[str, np.ndarray], np.ndarray]
+    quantization: Quantization | None
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -262,6 +267,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         )
 
     values = read_config(path)
+    # To the decoder all weights are plain: `TensorFiles` dequantizes them.
+    quantization = read_quantization(values, path)
     family = ARCHITECTURES[architecture_of(values, path)]
     config = family.parse(values, path)
     tell_unknown(values, path, values.get("model_type"))
@@ -273,7 +280,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         config = dataclasses.replace(config, eos_token_ids=ids)
     # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
     adjust = functools.partial(family.adjust, values)
-    return Checkpoint(family, config, family.leaves(config), adjust)
+    return Checkpoint(family, config, family.leaves(config), adjust, quantization)
 
 
 def architecture_of(values: dict[str, Any], path: Path) -> str:

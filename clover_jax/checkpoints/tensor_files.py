@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.util
 import json
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from clover_jax.checkpoints.quantized_config import Quantization, QuantizedMatrix
 from clover_jax.checkpoints.sources import found_below
 from clover_jax.errors import UserError, reason_of
 from clover_jax.runtime.files import read_json_object
@@ -31,9 +33,18 @@ READABLE = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-# torch's names of types in safetensors' words; integers are tables of token ids.
+# Types of parts of quantized matrices.
+_QUANTIZED = {
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
+# torch's names of types in safetensors' words; integers are tables of token ids, or quantized.
 _TORCH_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_TORCH_TYPES |= {"int64": "I64", "bool": "BOOL"}
+_TORCH_TYPES |= {"int64": "I64", "int32": "I32", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 Rows = Callable[[slice], np.ndarray]  # reads rows of a stored tensor
 # Modules that wrap a model, in the names of its state dict: torch's DataParallel, its compiler and
 # FSDP.
@@ -46,85 +57,99 @@ _PARTS = (
 )
 # Files of trainers that hold no weights.
 _OF_TRAINERS = re.compile("optimizer|scheduler|scaler|training_args|rng_state.*")
-V = TypeVar("V")
 _CHUNK = 2**20  # elements checked together: they stay in the processor's cache
 
 
-class TensorFiles:
-    """The tensors of one folder: a single file, or shards listed in an index.
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a weight file.
 
-    shapes: name -> stored shape of every tensor, read from headers alone.
+    kind: its type in safetensors' words, or torch's for one that safetensors does not have.
+    rows: reads rows of it.
+    offset: where it begins in its safetensors file; None in a PyTorch file.
     """
 
-    def __init__(self, directory: Path):
-        self._tensors: dict[str, Rows] = {}
-        self._types: dict[str, str] = {}
-        self._places: dict[str, Path] = {}
-        self._offsets: dict[str, int] = {}  # into its safetensors file
+    path: Path
+    kind: str
+    shape: tuple[int, ...]
+    rows: Rows
+    offset: int | None = None
+
+    def view(self) -> np.ndarray:
+        """Return the tensor as a view on its file: only copied parts are read."""
+        if self.offset is None:
+            return self.rows(slice(None))
+        # Mapped for this view alone: a lasting map would keep everything that was read resident.
+        dtype = (READABLE | _QUANTIZED).get(self.kind)
+        if dtype is None:
+            raise UserError(f"{self.path}: a tensor is stored as {self.kind}, which is not read")
+        return np.memmap(self.path, dtype, "r", self.offset, self.shape).view(np.ndarray)
+
+
+class TensorFiles:
+    """The tensors of one folder: a single file, or shards listed in an index."""
+
+    def __init__(self, directory: Path, quantization: Quantization | None = None):
+        """Read all headers, so that a broken file is named before anything is loaded.
+
+        quantization: how matrices are packed in several tensors, which become one.
+        """
         self.directory = directory
-        self.shapes: dict[str, tuple[int, ...]] = {}
         self._files = _files_of(directory)
-        # Every header is read now, so that a broken file is named before anything is loaded.
+        stored: dict[str, StoredTensor] = {}
         for path in self._files:
-            is_torch = path.suffix in TORCH_SUFFIXES
-            for name, (shape, kind, rows) in (_open_torch if is_torch else _open)(path).items():
-                if name in self._places:
+            read = _open_torch if path.suffix in TORCH_SUFFIXES else _open
+            for name, tensor in read(path).items():
+                if name in stored:
                     raise UserError(
-                        f"{directory}: tensor {name} lies in {self._places[name].name} and in "
-                        f"{path.name}; one of them must be left out"
+                        f"{directory}: tensor {name} lies in {stored[name].path.name} and "
+                        f"in {path.name}; one of them must be left out"
                     )
-                self._tensors[name], self._places[name] = rows, path
-                self.shapes[name], self._types[name] = tuple(shape), kind
-            if not is_torch:
-                # The reader of safetensors does not say where a tensor begins. The format: eight
-                # bytes with the header's length, the header in JSON, the tensors.
-                with path.open("rb") as file:
-                    length = int.from_bytes(file.read(8), "little")
-                    header = json.loads(file.read(length))
-                header.pop("__metadata__", None)
-                begins = {name: entry["data_offsets"][0] for name, entry in header.items()}
-                self._offsets |= {name: 8 + length + begin for name, begin in begins.items()}
+                stored[name] = tensor
+        self._tensors: dict[str, StoredTensor | QuantizedMatrix] = {**stored}
+        if quantization is not None:
+            self._tensors = quantization.join(stored)
         # What wrappers of torch put into the names of a state dict.
         self._renamed = self._rename(lambda name: _WRAPPERS.sub("", name))
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The stored shape of every tensor by name."""
+        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def _rename(self, rename: Callable[[str], str]) -> str | None:
         """Rename all tensors; return an example, "a.b is read as b", or None where none changes.
 
         Raises UserError where two tensors would have one name.
         """
-        changed = [name for name in self._places if rename(name) != name]
+        changed = [name for name in self._tensors if rename(name) != name]
         if not changed:
             return None
-        if len({rename(name) for name in self._places}) < len(self._places):
+        renamed = {rename(name): tensor for name, tensor in self._tensors.items()}
+        if len(renamed) < len(self._tensors):
             raise UserError(
                 f"{self.directory}: {changed[0]} and {rename(changed[0])} are one tensor by name; "
                 "one of them must be left out"
             )
-
-        def renamed(table: dict[str, V]) -> dict[str, V]:
-            return {rename(name): value for name, value in table.items()}
-
-        self._tensors, self._types = renamed(self._tensors), renamed(self._types)
-        self._places, self._offsets = renamed(self._places), renamed(self._offsets)
-        self.shapes = renamed(self.shapes)
+        self._tensors = renamed
         return f"{changed[0]} is read as {rename(changed[0])}"
 
     def _adopt(self, expected: Iterable[str]) -> None:
         """Rename all tensors where the expected ones differ from them by what lies before."""
         wanted = set(expected)
-        if not wanted or wanted <= self.shapes.keys():
+        if not wanted or wanted <= self._tensors.keys():
             return
         # A whole model as a part of a larger one has one prefix.
         first = min(wanted)
-        prefixes = {n.removesuffix(first) for n in self.shapes if n.endswith(f".{first}")}
+        prefixes = {n.removesuffix(first) for n in self._tensors if n.endswith(f".{first}")}
         renamings = [*_PARTS, *((re.escape(prefix), "") for prefix in sorted(prefixes))]
         for pattern, instead in renamings:
 
             def rename(name: str, pattern: str = pattern, instead: str = instead) -> str:
                 return re.sub(f"^{pattern}", instead, name)
 
-            names = {rename(name) for name in self.shapes}
-            if wanted <= names and len(names) == len(self.shapes):
+            names = {rename(name) for name in self._tensors}
+            if wanted <= names and len(names) == len(self._tensors):
                 self._renamed = self._rename(rename)
                 return
 
@@ -139,10 +164,10 @@ class TensorFiles:
         index = self.directory / (TORCH_INDEX if self._files[0].suffix in TORCH_SUFFIXES else INDEX)
         if len(self._files) > 1 and index.is_file():
             shards = {_WRAPPERS.sub("", n): s for n, s in _weight_map(index).items()}
-            wrong = [
-                n for n, s in shards.items() if n in self._places and self._places[n].name != s
-            ]
-            wrong += [name for name in self.shapes if name not in shards]
+            # Several tensors of the index are one quantized matrix.
+            places = {n: t.path.name for n, t in self._tensors.items() if type(t) is StoredTensor}
+            wrong = [n for n, place in places.items() if shards.get(n, place) != place]
+            wrong += [name for name in places if name not in shards]
             if wrong:
                 notices.append(
                     f"{index.name} names another shard, or none, for {_listed(wrong)}; it is read "
@@ -169,19 +194,25 @@ class TensorFiles:
         Raises UserError for a tensor of another type, or one with NaN in it.
         """
         # Type first: a quantized tensor's bytes would pass the check for finite values.
-        self._check_type(name, types)
-        array = self._tensors[name](rows)
-        check_finite(array, name, self._places[name])
+        tensor = self._checked(name, types)
+        if isinstance(tensor, StoredTensor):
+            array = tensor.rows(rows)
+        else:
+            array = np.asarray(tensor.view()[rows])
+        check_finite(array, name, tensor.path)
         return array
 
-    def view(self, name: str) -> np.ndarray:
-        """Return one tensor, unchecked, as a view on its file: only copied parts are read."""
-        dtype = self.dtype(name)
-        if name not in self._offsets:
-            return self._tensors[name](slice(None))
-        # Mapped for this view alone: a lasting map would keep everything that was read resident.
-        mapped = np.memmap(self._places[name], dtype, "r", self._offsets[name], self.shapes[name])
-        return mapped.view(np.ndarray)
+    def view(self, name: str) -> Any:
+        """Return one tensor, unchecked, as a view on its file: only copied parts are read.
+
+        A quantized one is a `LazyTensor`. Raises as `read`.
+        """
+        return self._checked(name, READABLE).view()
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the type in which a tensor is read; raises as `read`."""
+        tensor = self._checked(name, READABLE)
+        return READABLE[tensor.kind] if isinstance(tensor, StoredTensor) else tensor.view().dtype
 
     def check_part(self, names: Iterable[str], part: np.ndarray) -> None:
         """Raise UserError where a part of these tensors holds infinities or NaN, naming which."""
@@ -190,19 +221,15 @@ class TensorFiles:
             for name in names:
                 self.read(name)
 
-    def dtype(self, name: str) -> np.dtype:
-        """Return the type of a stored tensor; raises as `read`."""
-        return READABLE[self._check_type(name)]
-
-    def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
-        stored = self._types[name]
-        if stored not in types:
+    def _checked(self, name: str, types: Collection[str]) -> StoredTensor | QuantizedMatrix:
+        tensor = self._tensors[name]
+        if isinstance(tensor, StoredTensor) and tensor.kind not in types:
             unquantized = "; use an unquantized checkpoint" if types is READABLE else ""
             raise UserError(
-                f"{self._places[name]}: tensor {name} is stored as {stored}; "
+                f"{tensor.path}: tensor {name} is stored as {tensor.kind}; "
                 f"the readable types are {', '.join(types)}{unquantized}"
             )
-        return stored
+        return tensor
 
     def check(self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
         """Raise UserError naming tensors that are missing, misshapen or unknown, in this order.
@@ -212,21 +239,22 @@ class TensorFiles:
         self._adopt(expected)
         for notice in self._notices():
             say(f"{self.directory}: {notice}")
-        missing = [name for name in expected if name not in self.shapes]
+        missing = [name for name in expected if name not in self._tensors]
         if missing:
             raise UserError(
                 f"{self.directory} lacks {_listed(missing)}, which its config.json asks for"
             )
         # Broadcasting would hide a wrong shape.
         for name, shape in expected.items():
-            if self.shapes[name] != shape:
+            if self._tensors[name].shape != shape:
                 raise UserError(
-                    f"{self._places[name]}: tensor {name} has shape {self.shapes[name]}; "
+                    f"{self._tensors[name].path}: tensor {name} has shape "
+                    f"{self._tensors[name].shape}; "
                     f"config.json asks for {shape}"
                 )
 
         # An unknown tensor would be a part of the model that is silently left out.
-        unknown = [name for name in self.shapes if name not in expected and not harmless(name)]
+        unknown = [name for name in self._tensors if name not in expected and not harmless(name)]
         if unknown:
             raise UserError(
                 f"{self.directory} has {_listed(unknown)}, which its config.json does not ask for"
@@ -293,17 +321,28 @@ def _weight_map(index: Path) -> dict[str, Any]:
     return weight_map
 
 
-def _open(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:
-    """Return shape, type and reader of the tensors of one safetensors file by name."""
+def _open(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of one safetensors file by name."""
     try:
         file = safe_open(path, framework="numpy")
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
-    return {n: (part.get_shape(), part.get_dtype(), part.__getitem__) for n, part in slices.items()}
+    # The reader of safetensors does not say where a tensor begins. The format: eight bytes with the
+    # header's length, the header in JSON, the tensors.
+    with path.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+
+    def stored(name: str, part: Any) -> StoredTensor:
+        begin = 8 + length + header[name]["data_offsets"][0]
+        shape = tuple(part.get_shape())
+        return StoredTensor(path, part.get_dtype(), shape, part.__getitem__, begin)
+
+    return {name: stored(name, part) for name, part in slices.items()}
 
 
-def _open_torch(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:
+def _open_torch(path: Path) -> dict[str, StoredTensor]:
     """Return the same of one PyTorch file; code in its pickle is refused by torch."""
     advice = "save the weights as model.safetensors (save_pretrained of transformers does)"
     # Not imported at the top: most checkpoints need no torch, and it is slow.
@@ -329,12 +368,12 @@ def _open_torch(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:
             return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
         return part.numpy().copy()
 
-    found: dict[str, tuple[Sequence[int], str, Rows]] = {}
+    found = {}
     for name, tensor in tensors.items():
         # A type that safetensors does not have keeps torch's name.
         kind = str(tensor.dtype).removeprefix("torch.")
         reader = functools.partial(read, tensor=tensor)
-        found[name] = (tensor.shape, _TORCH_TYPES.get(kind, kind), reader)
+        found[name] = StoredTensor(path, _TORCH_TYPES.get(kind, kind), tuple(tensor.shape), reader)
     return found
 
 

@@ -254,6 +254,7 @@ CONFIGS = [
     ("eagle3", {"draft_vocab_size": ...}, "draft_vocab_size must be a whole number from 1 to voca"),
     ("eagle3", {"draft_vocab_size": 41}, r"tensor d2t must have shape \(41,\), .*; found \(40,\)"),
     ("eagle3", {"hidden_size": 64}, "the head's hidden_size is 64, but the base .* has 32; give"),
+    ("eagle3", {"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported; u"),
     # Fields of vLLM and SGLang that no tensor shows.
     ("eagle3", {STATES: [0, 1, 2]}, r"layer_ids is \[0, 1, 2\]; only heads of the method's own"),
     ("eagle3", {"eagle_config": {STATES: [2, 3, 5]}}, r"layer_ids is \[2, 3, 5\]; only heads of"),

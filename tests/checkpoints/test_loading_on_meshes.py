@@ -73,18 +73,47 @@ with joined_processes():
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
-    (folder / "config.json").write_text(json.dumps(llama_config_values(BASE)))
     block = np.random.default_rng(0).standard_normal(2**22, np.float32).astype(ml_dtypes.bfloat16)
+    yield from written(folder, {}, lambda name, shape: {name: np.resize(block, shape)})
 
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """The same in four bits, groups of 128, as compressed-tensors packs them."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    rng = np.random.default_rng(0)
+    words = rng.integers(-(2**31), 2**31, size=2**20).astype(np.int32)
+    scales = rng.random(2**16, np.float32).astype(ml_dtypes.bfloat16)
+
+    def tensors(name, shape):
+        if "_proj" not in name:
+            return {name: np.resize(scales, shape)}
+        rows, columns = shape
+        return {
+            f"{name}_packed": np.resize(words, (rows, columns // 8)),
+            f"{name}_scale": np.resize(scales, (rows, columns // 128)),
+            f"{name}_shape": np.array(shape),
+        }
+
+    folder = tmp_path_factory.mktemp("packed")
+    yield from written(folder, {"quantization_config": config}, tensors)
+
+
+def written(folder, values, tensors):
+    """Write a base whose stored tensors `tensors(name, shape)` makes; yield it, and delete it."""
+    (folder / "config.json").write_text(json.dumps(llama_config_values(BASE) | values))
     # A file for each tensor, so that one is in memory at a time.
     places = {}
     for number, (name, shape) in enumerate(stored_shapes(base_leaves(BASE)).items()):
-        places[name] = f"model-{number}.safetensors"
-        save_file({name: np.resize(block, shape)}, folder / places[name])
+        made, file = tensors(name, shape), f"model-{number}.safetensors"
+        save_file(made, folder / file)
+        places |= dict.fromkeys(made, file)
     index = {"weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     yield folder
-    for file in places.values():  # pytest keeps folders
+    for file in set(places.values()):  # pytest keeps folders
         (folder / file).unlink()
 
 
@@ -100,10 +129,14 @@ def load(base, mesh, kind="bfloat16"):
     return said, finished.stderr
 
 
+def bytes_of(folder):
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["fsdp=2,tensor=4", "fsdp=8", "tensor=8"])
 def test_each_process_reads_its_own_slices_and_holds_little_more(base, mesh):
-    stored = (base / "model.safetensors").stat().st_size
+    stored = bytes_of(base)
     said, shown = load(base, mesh)
     for process in said:
         # Norms are on all devices, and read once.
@@ -118,6 +151,15 @@ def test_each_process_reads_its_own_slices_and_holds_little_more(base, mesh):
 def test_int8_rounds_slices_where_they_lie(base):
     said, _ = load(base, "fsdp=2,tensor=4", "int8")
     for process in said:
-        stored = (base / "model.safetensors").stat().st_size
-        assert process["read"] == pytest.approx(stored / 2, rel=0.001)
+        assert process["read"] == pytest.approx(bytes_of(base) / 2, rel=0.001)
         assert process["own"] < 0.75 * process["read"]
+
+
+@pytest.mark.slow
+def test_quantized_weights_are_widened_slice_by_slice(packed):
+    print(f"{bytes_of(packed) / 1e9:.2f} GB stored")
+    said, _ = load(packed, "fsdp=2,tensor=4")
+    for process in said:
+        # As a base that is stored in bfloat16.
+        assert process["read"] == pytest.approx(process["own"], rel=0.001)
+        assert process["peak"] < process["own"] + 1.5 * MATRIX + 2**29
