@@ -127,7 +127,7 @@ def load_draft(
 
     source: a draft directory, a training workdir, a folder or hub id in an official layout, or
         "lookup" or "recycle", which draft from the text and need no file.
-    tree: as for `generate --tree`, except "auto"; by default the draft's own, else paper25.
+    tree: as for `generate --tree`, except "auto"; by default the draft's own, else its kind's.
     copy: nodes for copies, in addition to the tree's own nodes.
     copy_from: a text file that copies may come from too.
     """

@@ -74,7 +74,9 @@ def _refuse_idle_flags(flags) -> None:
 
     # Values that no mode of the command can use.
     if flags.tree == "auto":
-        raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
+        raise UserError(
+            "--tree=auto is for generate and evaluate; bench takes a tree, as dynamic:25"
+        )
     if flags.draft == "none" and flags.tree not in (None, "none"):
         raise UserError(f"--tree={flags.tree} needs a draft, and --draft=none has none")
     if flags.draft == "none" and "draft" in flags.int8:

@@ -12,7 +12,7 @@ import json
 import math
 import types
 import typing
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 C = TypeVar("C", bound="JsonConfig")
 
@@ -381,8 +381,10 @@ class DrafterConfig(JsonConfig):
     draft_to_target: ids of a reduced draft vocabulary, ascending, or None for the base's own.
     embedding_scale, logit_cap: the base's, for heads that read its embedding or its lm_head.
     base_layer: the base's layer that decoder layers begin as; None is the last.
+    default_tree: of a kind of head that no training measures; None for the usual one.
     """
 
+    default_tree: ClassVar[str | None] = None
     kind: str
     layer: LayerConfig
     vocab_size: int

@@ -21,7 +21,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clover_jax.config import JsonConfig
@@ -128,6 +128,19 @@ def check_values(kind: type, values: Mapping[str, Any]) -> None:
             raise UserError(f"{name} ({value}) must be at least {declared.least}")
         if isinstance(value, int | float) and not (value <= declared.most and math.isfinite(value)):
             raise UserError(f"{name} ({value}) must be at most {declared.most}, and finite")
+
+
+def check_unread(settings: Any, names: Sequence[str], reader: str, is_on: bool) -> None:
+    """Raise UserError for a setting that is not at its default while its only reader is off.
+
+    reader: the flag that reads the settings. is_on: whether it is given.
+    """
+    # A flag that would do nothing is a misunderstanding.
+    defaults = {field.name: field.default for field in dataclasses.fields(settings)}
+    for name in names:
+        value = getattr(settings, name)
+        if not is_on and value != defaults[name]:
+            raise UserError(f"--{name}={value} is for --{reader}, which is missing")
 
 
 def check_types(settings: object) -> None:

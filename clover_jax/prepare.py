@@ -4,10 +4,11 @@
     python -m clover_jax.prepare --data=chats.jsonl --base=DIR --output=runs/data
     python -m clover_jax.train --data=runs/data --base=DIR
 
-Data (--data): paths or globs, comma-separated, of text files, .jsonl (also .gz, .xz) or .json lists
-with rows of conversations (ShareGPT), messages, prompt and response, text, or the prompt_ids and
-output_ids that `generate --output` writes. The loss covers the assistant's tokens, or all tokens of
-a plain text; one record in twenty, chosen by a hash of its content, is held out.
+Data (--data): paths or globs, comma-separated, of text files, JSON lines or lists (also
+compressed), Parquet and Arrow tables, with rows of conversations (ShareGPT), messages, prompt and
+response, text, or the prompt_ids and output_ids that `generate --output` writes. The loss covers
+the assistant's tokens, or all tokens of a plain text; one record in twenty, chosen by a hash of its
+content, is held out.
 
 The folder holds ArrayRecord shards and manifests: train.json, heldout.json and, with --features,
 hidden.json. The same command resumes a stopped run. Training on the folder uses the same batches as

@@ -109,8 +109,8 @@ def check_exportable(config: Clover2Config, base: BaseConfig) -> None:
 
     if config.unit_states:
         raise UserError(
-            "this head scales the base's states to one size first, as heads do whose base norms "
-            "what its layers add; readers of the official Clover-2 layout do not"
+            "this head scales the base's states to one size first (unit_states, for bases with "
+            "norms after their layers, as Gemma); the official Clover-2 layout has no field for it"
         )
 
     # An ablated head has other parts, or the same ones in another order.

@@ -81,8 +81,7 @@ def _own_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     unknown = sorted(set(fields) - {_LAYERS, _MASK, _BLOCK, *_ADDED})
     if unknown:
         raise UserError(
-            f"{path}: {FIELDS} has {', '.join(unknown)}, which no DFlash or DFlash 2 head has that "
-            "can be read"
+            f"{path}: {FIELDS} has fields of no known DFlash or DFlash 2 head: {', '.join(unknown)}"
         )
 
     # DFlash stores the size of its block outside the object.

@@ -152,10 +152,7 @@ def parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3
     for fields in (values, own):
         for name, is_so in _METHOD.items():
             if fields.get(name) not in (None, is_so):
-                raise UserError(
-                    f"{path}: {name} is {fields[name]!r}; only heads with {is_so} can be read, as "
-                    "the method's own have it"
-                )
+                raise UserError(f"{path}: {name} is {fields[name]!r}, and must be {is_so}")
     return Eagle3Config(
         layer=layer,
         vocab_size=vocab_size,

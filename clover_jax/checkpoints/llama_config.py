@@ -43,10 +43,10 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
         raise UserError(
             f"{path}: hidden_act {activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
         )
-    # A base's have been taken out; quantized heads are not read.
+    # Of a base these fields were read and taken out; quantized draft heads are not read.
     if values.get("quantization_config"):
         raise UserError(
-            f"{path}: quantized checkpoints are not supported; use the original checkpoint"
+            f"{path}: a quantized draft head cannot be read; use the original checkpoint"
         )
 
     # Llama has one field for all four projections of the attention.

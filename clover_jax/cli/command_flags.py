@@ -135,13 +135,13 @@ def flags_of(
     return flags
 
 
-IDLE = "of every command; this one does not read it"
+IDLE = "accepted by every command; no effect in this one"
 
 
 @dataclasses.dataclass(frozen=True)
 class _CommonFlags(CommonSettings):
     workdir: str | None = setting(
-        None, "folder for what a run keeps [runs/ and the flagfile's name]", group=COMMON
+        None, "output folder of a run [runs/FLAGFILE's stem]", group=COMMON
     )
 
 

@@ -58,7 +58,7 @@ class Prompt:
     variables: what else the chat template may read, tools for example.
     seed, temperature, top_k, top_p, min_p, the penalties, max_new_tokens, stop, stop_token_ids:
         None where the command's own holds; the two fields after them likewise.
-    min_new_tokens, logit_bias: as in `generation.settings`; None for none.
+    min_new_tokens, logit_bias: as in `decoding.requests.Request`; None for none.
     category: the row's group in reports.
     prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
     """
@@ -124,7 +124,7 @@ def shipped_prompts(base: Path, instead: str) -> Path:
 
 
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:
-    """Read every row of a .jsonl file (also .gz, .xz), or of standard input for "-".
+    """Read every row of a file of rows (see data/README.md), or of standard input for "-".
 
     Raises UserError naming file, line, what is wrong and what would be right.
     """
@@ -348,7 +348,7 @@ ROW_FIELDS = {
         tuple,
     ),
     "seed": _whole("seed", 0),
-    # `decoding.SamplingParams` checks their values.
+    # `decoding.sampling_config.SamplingParams` checks their values.
     "temperature": _number("temperature"),
     "top_k": RowField("top_k", lambda value: _is_whole(value, -math.inf), "a whole number", int),
     "top_p": _number("top_p"),

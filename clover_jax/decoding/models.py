@@ -53,9 +53,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_COPIED_FROM = 2**16  # tokens of --copy_from
-# A draft without weights costs little more than the base's forward, so its trees are deep.
-TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
-
 SMALL_TREE = 8  # nodes; experiments/results/real_base.md has seconds of a CPU by nodes
 
 MOST_CONTEXT = 1024  # the default
@@ -259,7 +256,7 @@ def fresh_head(name: str, base: BaseModel) -> Draft:
         raise UserError(f"--draft={name}: {error}") from error
     # In the base's type, like a head that is read.
     shapes = cast_shapes(registry.init_shapes(head, base.params), base.dtype)
-    return Draft(head, shapes, TREES.get(name), {}, name)
+    return Draft(head, shapes, head.config.default_tree, {}, name)
 
 
 def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:

@@ -178,7 +178,7 @@ class GenerateOptions:
     seed: int
     prompt: str | None = setting(None, "text to continue")
     prompts: str | None = setting(
-        None, "FILE,FILE: prompt rows, .jsonl (also .gz, .xz); - is standard input"
+        None, "FILE,FILE: prompt rows, .jsonl (also compressed); - is standard input"
     )
     batch_size: int = setting(8, "rows decoded at once, with --prompts", least=1)
     output: str | None = setting(None, "file for the rows [stdout, with --prompts]")

@@ -67,8 +67,8 @@ class SamplingConfig(JsonConfig):
             )
         if self.draft_sampling == "sampled" and self.verify != "lossless":
             raise UserError(
-                f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
-                "rules take children as given"
+                f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}, "
+                "which does not read the draft's distribution"
             )
 
     @property

@@ -35,7 +35,8 @@ class ModelSpec(ChatSettings, BaseSettings):
         "drafted tree: paper25, chain:P, dynamic:NODES:DEPTH:WIDTH (the NODES most probable of "
         "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, copy:NODES, or, in generate "
         "and evaluate, auto: time a few trees and plain decoding on the run's prompts and use the "
-        "fastest [the one the draft was measured with, or paper25]",
+        "fastest [the one the draft was measured with, else its kind's: paper25, or clover4 where "
+        "the head is less deep]",
     )
     copy: int = _draft(
         0,
@@ -49,7 +50,7 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     attention: str = setting(
         "auto",
-        "what reads the committed cache: XLA's own program, a Pallas kernel for TPU, which a CPU "
+        "attention over the KV cache: XLA's own program, a Pallas kernel for TPU, which a CPU "
         "interprets, slowly, or cuDNN's attention on a GPU; auto: xla on a CPU, else the faster of "
         "xla and the kernel, timed when the command starts",
         group=COMMON,

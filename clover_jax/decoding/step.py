@@ -125,8 +125,8 @@ class StepConfig:
         if self.tree.has_rank_gaps:
             # The second draw, verified as if it were the first, would change the distribution.
             return (
-                f"tree {self.tree.name!r} leaves out some node's earlier siblings: with "
-                "draft_sampling sampled a rank is a draw, and no draw may be passed over"
+                f"tree {self.tree.name!r} leaves out some node's earlier siblings; draft_sampling "
+                "sampled needs the children 0 .. k - 1 of every node: use topk"
             )
         return None
 

@@ -13,6 +13,7 @@ drafted token makes another suffix, which is looked up in the text again.
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -32,6 +33,8 @@ REPEATS = (0.0, 0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.8, 0.9)
 class LookupConfig(DrafterConfig):
     """Prompt lookup. num_positions: levels that a search for a tree looks at."""
 
+    # Without weights a draft costs little more than the base's forward, so its tree is large.
+    default_tree: ClassVar[str] = "copy:25"
     kind: str = "lookup"
     features: tuple[str, ...] = ()
     num_positions: int = 16

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -36,6 +37,8 @@ SUCCESSORS = len(REPEATS)  # k
 class RecycleConfig(DrafterConfig):
     """Token Recycling. num_positions: levels that a search for a tree looks at."""
 
+    # Without weights a draft costs little more than the base's forward, so its tree is deep.
+    default_tree: ClassVar[str] = "dynamic:25:20:3"
     kind: str = "recycle"
     features: tuple[str, ...] = ()
     num_positions: int = 16

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from clover_jax.decoding.spec import AUTO_TREE, ModelSpec
 from clover_jax.errors import UserError
-from clover_jax.field_types import setting
+from clover_jax.field_types import check_unread, setting
 
 VANILLA = "vanilla"  # plain decoding's name in files
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # of a draft, which names a file
@@ -67,20 +67,20 @@ class Options:
     tree: str | None = setting(
         None,
         "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, "
-        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (benchmark candidate trees and use "
-        "the fastest) [the one that the draft was measured with, or paper25]",
+        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, copy:NODES, auto (time a few trees and use "
+        "the fastest) [the one the draft was measured with, else by its kind]",
         group="draft",
     )
     baselines: str | None = setting(
         None,
-        "training-free drafts to include as baselines, such as lookup; none for none [all, unless "
-        "drafted tokens are sampled]",
+        "training-free drafts to include as baselines, such as lookup; none disables them [all, "
+        "unless drafted tokens are sampled]",
         group="draft",
     )
     prompts: str | None = setting(
         None,
-        "FILE,FILE: prompt rows, .jsonl (also .gz, .xz); a row's `category` names its task in the "
-        "report, else its file does; a final assistant message is dropped and decoded again "
+        "FILE,FILE: prompt rows, .jsonl (also compressed); a row's `category` names its task in "
+        "the report, else its file does; a final assistant message is dropped and decoded again "
         "[the base's own]",
     )
     output: str | None = setting(None, "folder for the report [the workdir]")
@@ -186,6 +186,4 @@ class ConvertOptions:
         for name in ("input", "output"):
             if not getattr(self, name):
                 raise UserError(f"--{name} is missing; give the folder")
-        # A flag without an effect is a misunderstanding.
-        if self.prompts and not self.verify:
-            raise UserError(f"--prompts={self.prompts} needs --verify")
+        check_unread(self, ["prompts", "num_prompts", "max_new_tokens"], "verify", self.verify)

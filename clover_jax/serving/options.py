@@ -34,7 +34,7 @@ class ServeOptions:
         repr=False,
         metadata={
             "setting": Setting(
-                f"a key that clients must send; may be given again. Other users of this machine "
+                f"a key that clients must send; repeatable. Other users of this machine "
                 f"see flags, so better --api_key_file or the variable {KEY_VARIABLE}",
                 group="listening",
                 repeated=True,
@@ -46,7 +46,8 @@ class ServeOptions:
         (), "web origins whose pages may call the server, such as https://example.org; * is all"
     )
     allowed_hosts: tuple[str, ...] = _listen(
-        (), "names besides localhost that requests without a key may use, as host.docker.internal"
+        (),
+        "Host names, as host.docker.internal, that a server without a key answers to as well",
     )
     served_model_name: str | None = _listen(None, "name of the model in the API [--base]")
     page: bool = _listen(True, "serve the page for the browser at /")

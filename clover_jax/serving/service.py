@@ -111,7 +111,7 @@ class Service:
         matches = [hmac.compare_digest(digest, known) for known in self._keys]
         if self.needs_key and not (kind.lower() == "bearer" and any(matches)):
             raise ApiError(
-                "a key is needed, and this is none of those: send Authorization: Bearer KEY",
+                "missing or invalid API key: send Authorization: Bearer KEY",
                 HTTPStatus.UNAUTHORIZED,
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},

@@ -139,7 +139,7 @@ class CommonRequest(_Shape):
     model: Text | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     best_of: int | None = None
-    temperature: float | None = None  # `decoding.SamplingParams` checks these values
+    temperature: float | None = None  # `SamplingParams` checks these values
     top_p: float | None = None
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = None

@@ -84,7 +84,7 @@ def _run(options: PrepareOptions) -> dict[str, Any]:
     if process_count() > 1 and not options.runs_base:
         raise UserError(
             f"{process_count()} processes run a base for --regenerate or --features; without "
-            "these prepare in one"
+            "these run one process"
         )
     described = describe_base(options.spec.base)
     config, directory = described.config, described.directory
@@ -327,7 +327,7 @@ def _conversation_prompt(index: int, record: Conversation) -> Prompt:
 
     said = tuple(map(_turn, filter(None, turns)))
     if not said:
-        raise UserError(f"{record.source}: nobody asks anything, so there is nothing to answer")
+        raise UserError(f"{record.source}: there is no user message to answer")
     return Prompt(
         index, record.source, messages=system or None, turns=said, variables=record.variables
     )

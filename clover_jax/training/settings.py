@@ -15,6 +15,7 @@ from clover_jax.field_types import (
     ChatSettings,
     CommonSettings,
     check_settings,
+    check_unread,
     declared_settings,
     setting,
 )
@@ -226,7 +227,7 @@ class PrepareOptions:
         "activations to keep for --teacher=cached: a drafter's name for what it is trained on, or "
         "names such as pre_norm,post_norm,layer_2",
     )
-    feature_dtype: str = setting("bfloat16", "how they are kept", choices=("bfloat16", "float32"))
+    feature_dtype: str = setting("bfloat16", "dtype of --features", choices=("bfloat16", "float32"))
     batch_size: int = setting(8, "rows that the base reads at once", least=1)
     yes: bool = setting(False, "agree to more than 10 GB of activations")
     overwrite: bool = setting(False, "start --output again and replace what is there")
@@ -236,9 +237,12 @@ class PrepareOptions:
     max_new_tokens: int = setting(512, "tokens of an answer at most", least=1)
 
     def __post_init__(self):
-        # A flag that would do nothing is a misunderstanding.
         if self.preview and self.runs_base:
             raise UserError("--preview cannot be combined with --regenerate or --features")
+        check_unread(self, ["preview_samples"], "preview", self.preview)
+        check_unread(self, ["feature_dtype", "yes"], "features", self.features != "none")
+        check_unread(self, ["max_new_tokens"], "regenerate", self.regenerate)
+        check_unread(self.warping, list(vars(self.warping)), "regenerate", self.regenerate)
         # Only --regenerate decodes with a draft and its tree.
         given = {"draft": self.spec.draft != NO_DRAFT, "tree": self.spec.tree is not None}
         for name, is_given in given.items():

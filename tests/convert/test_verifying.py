@@ -13,7 +13,7 @@ MLP = "clover_head_mlp.weight"
 
 def test_prompts_are_to_verify_with(command):
     error = command("--input=x", "--output=y", "--prompts=p.jsonl")[2]
-    assert error == ("clover_jax.convert: --prompts=p.jsonl needs --verify\n")
+    assert error == ("clover_jax.convert: --prompts=p.jsonl is for --verify, which is missing\n")
 
 
 @pytest.fixture

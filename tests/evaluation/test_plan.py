@@ -9,7 +9,7 @@ import pytest
 from clover_jax import evaluate
 from clover_jax.data.prompts import BadPrompt, parse_prompt
 from clover_jax.decoding import race
-from clover_jax.decoding.models import TREES, Models, identity_of
+from clover_jax.decoding.models import Models, identity_of
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
@@ -293,4 +293,4 @@ def test_trees_and_copies_of_the_drafts_are_not_those_of_baselines(options):
     methods = load_methods(chosen, GenerationSettings())
     trees = [(method.name, method.models.tree.name) for method in methods]
     drafts = [("a", "chain:1+copy:2"), ("b", "chain:1+copy:2")]
-    assert sorted(trees) == sorted([(VANILLA, "none"), ("lookup", TREES["lookup"]), *drafts])
+    assert sorted(trees) == sorted([(VANILLA, "none"), ("lookup", "copy:25"), *drafts])

@@ -165,5 +165,5 @@ def test_token_rows_are_asked_what_came_before_their_first_answer():
 
 
 def test_a_conversation_without_a_question_is_refused():
-    with pytest.raises(UserError, match="nobody asks anything"):
+    with pytest.raises(UserError, match="no user message"):
         _prompt(0, conversation("f", (("assistant", "hi"),)))
