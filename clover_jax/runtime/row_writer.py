@@ -63,11 +63,13 @@ class RowWriter(RowSink):
         settings: dict[str, Any],
         prompts_hash: str,
         overwrite: bool = False,
+        most: int | None = None,
     ):
         """Open `path` for appending, after the rows of an earlier run.
 
         settings: everything that the rows depend on, as JSON values.
         overwrite: start again; the old rows stay until the first new row replaces them.
+        most: keep this many rows at most: those that a state, saved after each row, knows of.
         Raises UserError if `path` has other settings or prompts, no manifest, or another writer.
         """
         super().__init__()
@@ -93,7 +95,7 @@ class RowWriter(RowSink):
                 # The manifest first: only rows of the same command are read.
                 self._resume_manifest()
                 write_json(self._manifest_path, self._manifest)
-                self.finished = self._drop_torn_line()
+                self.finished = self._cut(most)
         except BaseException:
             self._file.close()
             raise
@@ -162,13 +164,13 @@ class RowWriter(RowSink):
         if isinstance(seconds, int | float):
             self._manifest["seconds"] = self.earlier_seconds = seconds
 
-    def _drop_torn_line(self) -> int:
-        """Cut what follows the last newline and return how many rows remain."""
+    def _cut(self, most: int | None) -> int:
+        """Cut a torn last line, and rows beyond `most`; return how many rows remain."""
         self._file.seek(0)
         num_rows = end = 0
         # A kill can tear the last line only; any other damage is reported.
         for line in self._file:
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") or num_rows == most:
                 break
             try:
                 index = json.loads(line)["index"]

@@ -8,17 +8,18 @@ advantages of a group are its rewards less their mean, over their deviation (GRP
 without its KL term; each batch is used once, so no ratio is clipped). The base follows their
 gradient by Adam. The draft, if any, is the one it began with: it changes speed, not text.
 
---output gets updates.jsonl (reward, tau, seconds), curve.png, and the base of the last update. A
-run that is started again goes on from it.
+--output gets updates.jsonl (reward, tau, seconds), curve.png, and state.msgpack, the base and the
+optimizer after the last update. A run that is started again goes on from there: however it was
+killed, its rows are those of a run that was not, but for their seconds.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import json
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -29,8 +30,13 @@ from flax.serialization import from_bytes, to_bytes
 
 from clover_jax import api, cli
 from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.models.decoder import Decoder, base_logits, packed_mask
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.files import atomic_file
+from clover_jax.runtime.row_writer import RowWriter
+from experiments.rollouts.curves import draw
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +81,15 @@ def as_batch(samples: api.Samples, width: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "is_new": is_new, "segments": segments}
 
 
+def rewards_of(samples: api.Samples, prompts: list[str], tokenizer) -> np.ndarray:
+    """Return the rewards [prompts, group]."""
+    drawn = zip(samples.tokens, samples.mask, strict=True)
+    texts = [tokenizer.decode(ids[mask]) for ids, mask in drawn]
+    group = len(texts) // len(prompts)
+    rewards = [reward(prompts[i // group], text) for i, text in enumerate(texts)]
+    return np.array(rewards, np.float32).reshape(-1, group)
+
+
 def make_update(config, optimizer):
     """Return the learner's compiled step; it consumes params and state."""
 
@@ -95,21 +110,6 @@ def make_update(config, optimizer):
     return jax.jit(update, donate_argnums=(0, 1))
 
 
-def draw(rows: list[dict], title: str, path: Path) -> None:
-    """Draw reward and tau against updates."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
-    for axis, name in zip(axes, ("reward", "tau"), strict=True):
-        axis.plot([row["update"] for row in rows], [row[name] for row in rows])
-        axis.set(xlabel="updates", ylabel=name, title=title)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def define_flags(flags) -> None:
     """Define this command's flags."""
     define_settings(flags, RolloutOptions)
@@ -119,67 +119,72 @@ def main(flags) -> int:
     """Train, write a row an update, and go on where an earlier run stopped."""
     options = settings_from(flags, RolloutOptions)
     folder = Path(options.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    with CompileClock() as clock:
+        train(options, folder, clock)
+    draw({options.draft: [folder]}, options.base, folder / "curve.png")
+    return 0
+
+
+def train(options: RolloutOptions, folder: Path, clock: CompileClock) -> None:
+    """Make the updates that `folder` has not; each is a row, then the state after it."""
     models = api.load_base(options.base, dtype="float32")
     if options.draft != "none":
         models = api.load_draft(models, options.draft)
     sampler = api.Sampler(models, batch_size=options.batch_size)
     source = Path(options.prompts) if options.prompts else models.base.directory / "prompts.jsonl"
-    prompts = [json.loads(line)["prompt"] for line in source.read_text().splitlines()]
+    text = source.read_text()
+    prompts = [json.loads(line)["prompt"] for line in text.splitlines()]
     width = options.max_new_tokens + max(len(models.tokenizer(text).input_ids) for text in prompts)
 
     optimizer = optax.adam(options.learning_rate)
     params = jax.tree.map(jnp.copy, models.base.params)  # the learner's own: it donates them
-    state, rows, saved = optimizer.init(params), [], folder / "state.msgpack"
+    state, done, saved = optimizer.init(params), 0, folder / "state.msgpack"
     update = make_update(models.base.config, optimizer)
     if saved.is_file():
-        rows = [json.loads(line) for line in (folder / "updates.jsonl").read_text().splitlines()]
         done, params, state = from_bytes((0, params, state), saved.read_bytes())
-        rows = rows[:done]
         params, state = jax.tree.map(jnp.asarray, (params, state))
 
-    for number in range(len(rows), options.updates):
-        began = time.perf_counter()
-        rng = np.random.default_rng((options.seed, number))
-        chosen = [prompts[i] for i in rng.choice(len(prompts), options.prompts_per_update, False)]
-        sampler.update_base(params)
-        samples = sampler.sample(
-            chosen,
-            n=options.group,
-            max_new_tokens=options.max_new_tokens,
-            seed=options.seed * 100_003 + number,
-        )
-        sampled = time.perf_counter()
+    # A killed run may have written the row of an update whose state it had not.
+    path, settings = folder / "updates.jsonl", dataclasses.asdict(options)
+    for name in ("updates", "output"):
+        del settings[name]
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    with RowWriter(path, settings=settings, prompts_hash=digest, most=done) as rows:
+        if rows.finished != done:
+            raise UserError(f"{path} has {rows.finished} rows; {saved} is of update {done}")
+        for number in range(done, options.updates):
+            began = clock.now()
+            rng = np.random.default_rng((options.seed, number))
+            places = rng.choice(len(prompts), options.prompts_per_update, replace=False)
+            chosen = [prompts[place] for place in places]
+            sampler.update_base(params)
+            samples = sampler.sample(
+                chosen,
+                n=options.group,
+                max_new_tokens=options.max_new_tokens,
+                seed=options.seed * 100_003 + number,
+            )
+            sampled = clock.now()
 
-        decode = models.tokenizer.decode
-        texts = [decode(ids[mask]) for ids, mask in zip(samples.tokens, samples.mask, strict=True)]
-        rewards = np.array(
-            [reward(chosen[i // options.group], text) for i, text in enumerate(texts)], np.float32
-        ).reshape(-1, options.group)
-        spread = rewards.std(axis=1, keepdims=True)
-        advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + 1e-4)
-        batch = as_batch(samples, width)
-        params, state = update(params, state, batch, advantages.reshape(-1))
-        jax.block_until_ready(params)
-
-        rows.append(
-            {
+            rewards = rewards_of(samples, chosen, models.tokenizer)
+            spread = rewards.std(axis=1, keepdims=True)
+            advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + 1e-4)
+            batch = as_batch(samples, width)
+            params, state = update(params, state, batch, advantages.reshape(-1))
+            jax.block_until_ready(params)
+            row = {
+                "index": number,
                 "update": number + 1,
                 "reward": round(float(rewards.mean()), 4),
                 "tau": samples.tau,
                 "tokens": int(samples.lengths.sum()),
                 "rollout_seconds": round(sampled - began, 3),
-                "update_seconds": round(time.perf_counter() - sampled, 3),
+                "update_seconds": round(clock.now() - sampled, 3),
             }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-        # The state first, whole or not at all: what a row says of an update is then true of it.
-        temporary = saved.with_suffix(".part")
-        temporary.write_bytes(to_bytes((len(rows), params, state)))
-        (folder / "updates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        temporary.replace(saved)
-    draw(rows, f"{options.base}, draft {options.draft}", folder / "curve.png")
-    return 0
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+            with atomic_file(saved) as unfinished:
+                unfinished.write_bytes(to_bytes((number + 1, params, state)))
 
 
 if __name__ == "__main__":

@@ -192,8 +192,8 @@ def test_a_full_disk_names_the_file(tmp_path):
 SETTINGS = {"seed": 0, "stop": ("a", "b")}
 
 
-def open_rows(path, *, settings=SETTINGS, prompts_hash="p", overwrite=False):
-    return RowWriter(path, settings=settings, prompts_hash=prompts_hash, overwrite=overwrite)
+def open_rows(path, *, settings=SETTINGS, prompts_hash="p", **options):
+    return RowWriter(path, settings=settings, prompts_hash=prompts_hash, **options)
 
 
 def indices(path):
@@ -228,6 +228,15 @@ def test_rows_that_come_early_wait_for_those_before_them(tmp_path):
         assert indices(path) == [0]
         rows.append({"index": 1})
         assert indices(path) == [0, 1, 2]
+
+
+def test_rows_that_a_saved_state_does_not_know_are_cut(output):
+    with open_rows(output, most=3) as rows:
+        assert rows.finished == 2
+    with open_rows(output, most=1) as rows:
+        assert rows.finished == 1
+        rows.append({"index": 1, "text": "new"})
+    assert output.read_text() == '{"index": 0, "text": "é"}\n{"index": 1, "text": "new"}\n'
 
 
 def test_the_same_command_resumes_after_a_torn_line(output):
