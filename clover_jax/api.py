@@ -99,7 +99,7 @@ def load_base(
 ) -> Models:
     """Load a base and its tokenizer, for plain decoding.
 
-    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
+    source: a Hugging Face folder, a GGUF file, a hub id (`owner/name@revision`), "builtin:tiny",
         or "shape:NAME" for random weights.
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
     mesh: the devices to decode on, such as "tensor=4"; None is one device.

@@ -75,7 +75,7 @@ class BaseSettings(JsonConfig):
 
     base: str = setting(
         "builtin:tiny",
-        "the base model: a Hugging Face folder or hub id, or shape:NAME for random weights",
+        "the base model: a folder, a hub id, a GGUF file, or shape:NAME for random weights",
         group=COMMON,
     )
     dtype: str = setting(

@@ -23,6 +23,7 @@ from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.config_json import read_config, tell_unknown
 from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
+from clover_jax.checkpoints.gguf_file import GgufTensors
 from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
 from clover_jax.checkpoints.llama_kin import (
     BAICHUAN,
@@ -57,7 +58,7 @@ _SHOWN_FROM = 10**9  # bytes of a base from which on loading shows its progress
 def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = None) -> BaseModel:
     """Load the frozen base.
 
-    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
+    source: a Hugging Face folder, a GGUF file, a hub id (`owner/name@revision`), "builtin:tiny",
         or "shape:NAME" for random weights (see checkpoints/shapes.py).
     dtype: of the params.
     place: puts each leaf on its device or shards, `place(path, leaf) -> jax.Array`, where
@@ -254,7 +255,7 @@ class Checkpoint(NamedTuple):
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Callable[[str, np.ndarray], np.ndarray]
-    quantization: Quantization | None
+    quantization: Quantization | GgufTensors | None
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import numpy as np
-
-from clover_jax.checkpoints.quantized_formats import PACKINGS, Packing, Sizes
+from clover_jax.checkpoints.gguf_file import TABLE, GgufTensors, gguf_tensors
+from clover_jax.checkpoints.quantized_formats import (
+    PACKINGS,
+    Packing,
+    QuantizedMatrix,
+    Sizes,
+    Stored,
+)
 from clover_jax.checkpoints.tensor_map import LazyTensor
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
@@ -25,28 +30,7 @@ _OF_ACTIVATIONS = re.compile(
 )
 
 
-class Stored(Protocol):
-    """What is needed of a `tensor_files.StoredTensor`."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def view(self) -> np.ndarray: ...
-
-
 T = TypeVar("T", bound=Stored)
-
-
-@dataclasses.dataclass(frozen=True)
-class QuantizedMatrix:
-    """A matrix that several stored tensors make up, in one of the files."""
-
-    path: Path
-    shape: tuple[int, ...]
-    view: Callable[[], LazyTensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +80,7 @@ class Quantization:
             raise UserError(f"{path}: {error}; the tensors are {shapes}") from error
 
 
-def read_quantization(values: dict[str, Any], path: Path) -> Quantization | None:
+def read_quantization(values: dict[str, Any], path: Path) -> Quantization | GgufTensors | None:
     """Take `quantization_config` out of a config; return None where weights are not quantized.
 
     values: of config.json, where the object may be, or be within `text_config`.
@@ -110,6 +94,8 @@ def read_quantization(values: dict[str, Any], path: Path) -> Quantization | None
     if not fields:
         return None
     method, needed = fields.get("quant_method"), {"quant_method"}
+    if method == "gguf" and (path.parent / TABLE).is_file():
+        return gguf_tensors(values, fields["architecture"], path.parent)
     if method not in PACKINGS:
         raise UserError(
             f"{path}: weights quantized with {method!r} are not supported, only "

@@ -10,8 +10,10 @@ for MXFP4 the OCP Microscaling formats, version 1.0, as gpt-oss is published.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import ml_dtypes
 import numpy as np
@@ -36,6 +38,27 @@ class Sizes(NamedTuple):
     rows: tuple[int, ...] = ()
     columns: tuple[int, ...] = ()
     zero_offset: int = 0
+
+
+class Stored(Protocol):
+    """What is needed of a `tensor_files.StoredTensor`."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def view(self) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizedMatrix:
+    """A matrix that several stored tensors make up, in one of the files."""
+
+    path: Path
+    shape: tuple[int, ...]
+    view: Callable[[], LazyTensor]
 
 
 Parts = Mapping[str, np.ndarray]  # the tensors of one matrix, by the ends of their names

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from clover_jax.checkpoints.gguf_file import gguf_folder
 from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
@@ -40,7 +41,8 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 def find_directory(source: str) -> Path:
     """Return the folder of `builtin:NAME`, of a local path, or of a hub id `OWNER/NAME[@REVISION]`.
 
-    A local folder wins. A value that looks like a path is never looked up on the hub.
+    A GGUF file has a folder in the user's cache. A local folder wins. A value that looks like a
+    path is never looked up on the hub.
     """
     if source.startswith(BUILTIN):
         name = source.removeprefix(BUILTIN)
@@ -58,6 +60,8 @@ def find_directory(source: str) -> Path:
             if part.exists() and not (part.is_file() or part.is_dir()):
                 raise UserError(f"{part} is neither a file nor a folder; move it elsewhere")
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
     if path.exists():
         raise UserError(f"{source} is a file; pass the folder that holds config.json")
 

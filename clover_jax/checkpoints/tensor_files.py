@@ -17,7 +17,9 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from clover_jax.checkpoints.quantized_config import Quantization, QuantizedMatrix
+from clover_jax.checkpoints.gguf_file import TABLE, GgufTensors
+from clover_jax.checkpoints.quantized_config import Quantization
+from clover_jax.checkpoints.quantized_formats import QuantizedMatrix
 from clover_jax.checkpoints.sources import found_below
 from clover_jax.errors import UserError, reason_of
 from clover_jax.runtime.files import read_json_object
@@ -89,7 +91,7 @@ class StoredTensor:
 class TensorFiles:
     """The tensors of one folder: a single file, or shards listed in an index."""
 
-    def __init__(self, directory: Path, quantization: Quantization | None = None):
+    def __init__(self, directory: Path, quantization: Quantization | GgufTensors | None = None):
         """Read all headers, so that a broken file is named before anything is loaded.
 
         quantization: how matrices are packed in several tensors, which become one.
@@ -99,7 +101,7 @@ class TensorFiles:
         stored: dict[str, StoredTensor] = {}
         for path in self._files:
             read = _open_torch if path.suffix in TORCH_SUFFIXES else _open
-            for name, tensor in read(path).items():
+            for name, tensor in (_open_gguf if path.name == TABLE else read)(path).items():
                 if name in stored:
                     raise UserError(
                         f"{directory}: tensor {name} lies in {stored[name].path.name} and "
@@ -262,6 +264,8 @@ class TensorFiles:
 
 
 def _files_of(directory: Path) -> list[Path]:
+    if (directory / TABLE).is_file():
+        return [directory / TABLE]
     # One whole file wins over an index, as in transformers.
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
@@ -340,6 +344,17 @@ def _open(path: Path) -> dict[str, StoredTensor]:
         return StoredTensor(path, part.get_dtype(), shape, part.__getitem__, begin)
 
     return {name: stored(name, part) for name, part in slices.items()}
+
+
+def _open_gguf(table: Path) -> dict[str, StoredTensor]:
+    """Return the same of a GGUF file, by the table that `gguf_file.gguf_folder` made: its bytes."""
+    values = read_json_object(table)
+    path = Path(values["file"])
+
+    def stored(shape: list[int], offset: int) -> StoredTensor:
+        return StoredTensor(path, "U8", tuple(shape), lambda rows: np.empty(0), offset)
+
+    return {name: stored(shape, offset) for name, (_, shape, offset) in values["tensors"].items()}
 
 
 def _open_torch(path: Path) -> dict[str, StoredTensor]:
