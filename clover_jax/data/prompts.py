@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import collections
 import dataclasses
+import json
 import math
 import os
 import re
@@ -58,7 +59,7 @@ class Prompt:
     variables: what else the chat template may read, tools for example.
     seed, temperature, top_k, top_p, min_p, the penalties, max_new_tokens, stop, stop_token_ids:
         None where the command's own holds; the two fields after them likewise.
-    min_new_tokens, logit_bias: as in `decoding.requests.Request`; None for none.
+    min_new_tokens, logit_bias, structured_outputs: as in `row_settings.GenerationSettings`.
     category: the row's group in reports.
     prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
     """
@@ -86,6 +87,7 @@ class Prompt:
     prediction: str | None = None
     min_new_tokens: int | None = None
     logit_bias: tuple[tuple[int, float], ...] | None = None
+    structured_outputs: str | None = None
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -368,6 +370,12 @@ ROW_FIELDS = {
         ),
         'an object {"token id": number, ...}',
         lambda value: tuple((int(id_), float(bias)) for id_, bias in value.items()),
+    ),
+    "structured_outputs": RowField(
+        "structured_outputs",
+        lambda value: isinstance(value, dict),
+        'an object such as {"json": {"type": "object"}}',
+        json.dumps,
     ),
     "stop": RowField(
         "stop",

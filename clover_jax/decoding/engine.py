@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.grammars import Grammars, fill_masks, problem_of
 from clover_jax.decoding.programs import (
     Placement,
     Programs,
@@ -60,6 +62,8 @@ class _Row:
     state: a batch of one while the prompt is read; None before and after.
     num_read: prompt tokens in the KV cache. num_cached: how many of these came from a slot.
     num_new: new tokens that `take` has returned.
+    matcher: of the request's form; it has read `num_matched` new tokens.
+    error: why the row cannot go on.
     """
 
     request: Request
@@ -68,12 +72,31 @@ class _Row:
     num_read: int = 0
     num_cached: int = 0
     num_new: int = 0
+    matcher: Any = None
+    num_matched: int = 0
+    error: str | None = None
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
     first_score: list[TokenScore] = dataclasses.field(default_factory=list)
 
     @property
     def is_read(self) -> bool:
         return self.num_read >= len(self.request.prompt_ids)
+
+    def match(self, ids: Sequence[int]) -> None:
+        """Let the matcher read new tokens."""
+        self.num_matched += len(ids)
+        # A token that ends the text is no part of what must match.
+        kept = [id_ for id_ in ids if id_ not in self.request.eos_ids]
+        if not self.matcher.consume_tokens(kept):
+            self.error = self.error or f"the text cannot go on: {problem_of(self.matcher)}"
+
+    def fill(self, tokens: Sequence[int], parent: Sequence[int], masks: np.ndarray) -> None:
+        """Write the masks of a tree; they allow all tokens where the row cannot go on."""
+        fill_masks(self.matcher, tokens, parent, masks, self.request.eos_ids)
+        if self.matcher.is_error() or not masks[0].any():
+            self.error = self.error or f"no token may come next: {problem_of(self.matcher)}"
+        if self.error is not None:
+            masks[:] = -1
 
 
 class _Chunk(NamedTuple):
@@ -117,6 +140,7 @@ class Engine:
         adapts: bool = False,
         mesh: Mesh | None = None,
         attention: str = "xla",
+        grammars: Grammars | None = None,
     ):
         """Prepare the programs; nothing compiles before the first request.
 
@@ -128,6 +152,7 @@ class Engine:
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes;
             their number is rounded up so that all devices have as many.
         attention: implementation that reads the KV cache, as in `StepConfig`.
+        grammars: of the base's tokenizer, for requests with a form.
         """
         # A CPU computes a chunk slowly, so a small one wastes less on short prompts.
         prefill_size = prefill_size or (64 if jax.default_backend() == "cpu" else 256)
@@ -141,7 +166,7 @@ class Engine:
         self.batch_size = self.placement.whole_rows(batch_size)
         self.max_eos = max(EOS_ROOM, len(base.eos_token_ids))
         check_seed(seed)
-        self._seed = seed
+        self._seed, self._grammars = seed, grammars
         self.prefill_size, self._source_size = prefill_size, source_size
 
         # Rules of sampling that change no state share the programs of states.
@@ -244,6 +269,15 @@ class Engine:
         check_request(request, self.config.base, self.config.sampling, self.max_eos)
         if request.is_scored and not self._adapts:
             raise UserError("log-probabilities need an engine that adapts to its rows")
+        self._matcher(request)
+
+    def _matcher(self, request: Request) -> Any:
+        """Return a matcher of the request's form, None without one; raises UserError."""
+        if request.form is None:
+            return None
+        if self._grammars is None:
+            raise UserError("structured_outputs need the base's tokenizer files, which are missing")
+        return self._grammars.matcher(request.form)
 
     def programs(self, requests: Iterable[Request]) -> Programs:
         sampling = self.config.sampling
@@ -283,7 +317,7 @@ class Engine:
             return not continues, self._last_used[slot]
 
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
-        self._rows[slot] = _Row(request, self._compiling.now())
+        self._rows[slot] = _Row(request, self._compiling.now(), matcher=self._matcher(request))
         self._reading.append(slot)
         self._num_joined += 1
         self._last_used[slot] = self._num_joined
@@ -324,11 +358,33 @@ class Engine:
             return
         filled = np.array([slot in rows for slot in range(len(self._rows))])
         decode = self.programs([row.request for row in rows.values()]).decode
+        # Where all rows have any token, their programs know no masks.
+        is_masked = self._has_masks([row.request for row in rows.values()])
+        making = [functools.partial(self._masks, rows)] if is_masked else []
         started = self._compiling.now()
-        self.state, records = decode(self._weights, self.state, filled, num_steps)
+        self.state, records = decode(self._weights, self.state, filled, num_steps, *making)
         # The host reads copies, since the next steps consume the state.
         text = self.placement.copies(Text(self.state.tokens, self.state.end, self.state.finish))
         self._begun = _Chunk(rows, text, records, started)
+
+    def _has_masks(self, requests: Sequence[Request]) -> bool:
+        # An engine that does not adapt has one set of programs.
+        has_form = any(request.form is not None for request in requests)
+        return self.config.sampling.masked and (has_form or not self._adapts)
+
+    def _masks(self, rows: dict[int, _Row], tokens: np.ndarray, parent: np.ndarray) -> np.ndarray:
+        """Return the tokens that may follow each slot of the rows' trees, as bits."""
+        masks = self._all_tokens(*tokens.shape)
+        parent = np.broadcast_to(parent, tokens.shape)
+        for slot, row in rows.items():
+            if row.matcher is not None:
+                if row.num_matched == 0:  # the first token came from the prompt's last chunk
+                    row.match(tokens[slot, :1].tolist())
+                row.fill(tokens[slot].tolist(), parent[slot].tolist(), masks[slot])
+        return masks
+
+    def _all_tokens(self, *shape: int) -> np.ndarray:
+        return np.full((*shape, -(-self.config.base.vocab_size // 32)), -1, np.int32)
 
     def wait(self) -> list[int]:
         """Wait for the device; return the slots whose rows have ended, which are free now."""
@@ -350,6 +406,17 @@ class Engine:
         ended = [slot for slot in self._done.rows if int(finish[slot]) in _FINISH_REASONS]
         for slot in ended:
             self._rows[slot] = None
+
+        # The next masks are those after these tokens.
+        for slot, row in self._done.rows.items():
+            if row.matcher is None or self._rows[slot] is not row:
+                continue
+            first = len(row.request.prompt_ids) + row.num_matched
+            end = int(np.asarray(self._done.text.end)[slot])
+            row.match(np.asarray(self._done.text.tokens)[slot, first:end].tolist())
+            if row.error is not None:
+                self.remove(slot)
+                ended.append(slot)
         return ended
 
     def take(self) -> list[NewTokens]:
@@ -401,7 +468,13 @@ class Engine:
         read = programs.prefill
         if request.shares_prompt and left == 0:
             read, size = programs.read_last, 1
-        row.state, scores = read(self._weights, row.state, np.int32(row.num_read))
+        masks = []
+        if self._has_masks([request]):
+            mask = self._all_tokens(1, 1)
+            if row.matcher is not None:
+                row.fill([PAD_TOKEN], [-1], mask[0])
+            masks.append(self.placement.array(mask))
+        row.state, scores = read(self._weights, row.state, np.int32(row.num_read), *masks)
         if scores is not None:
             # Position i scores the token after it, the last one the first new token.
             found = _read_scores(scores, (0,), min(left + 1, size))
@@ -536,6 +609,7 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
         for step in steps.tolist():
             scores += _read_scores(record.scores, (step, slot), emitted[step])
 
+    finish = _FINISH_REASONS.get(int(text.finish[slot]))
     return NewTokens(
         slot=slot,
         ids=ids,
@@ -544,7 +618,8 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
         ranks=[path[:count] for path, count in zip(ranks, accepted, strict=True)],
         copied=[] if record.copied is None else record.copied[steps, slot].tolist(),
         seconds=seconds,
-        finish_reason=_FINISH_REASONS.get(int(text.finish[slot])),
+        finish_reason=finish if row.error is None else "error",
+        error=row.error,
         scores=scores,
         prompt_scores=row.prompt_scores if is_first else [],
         num_cached=row.num_cached if is_first else 0,

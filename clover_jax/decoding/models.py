@@ -29,6 +29,7 @@ from clover_jax.data.records import json_hash
 from clover_jax.data.tokenizer import load_tokenizer, template_hash, template_text
 from clover_jax.decoding.cache_reading import resolve_attention
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.grammars import Grammars
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.spec import NO_DRAFT, RANDOM, ModelSpec
 from clover_jax.decoding.state import EOS_ROOM, RUNNING, DecodeState, bucket, empty_state
@@ -105,6 +106,14 @@ class Models:
         # Made once: the gathered rows are a copy, which several engines can share.
         return weights_for(self.head, self.base.params, self.draft_params)
 
+    @functools.cached_property
+    def grammars(self) -> Grammars | None:
+        """The forms that texts may have to match; None without a tokenizer."""
+        config = self.base.config
+        if self.tokenizer is None:
+            return None
+        return Grammars(self.tokenizer, config.vocab_size, config.eos_token_ids)
+
     @property
     def levels(self) -> int:
         """Levels of the tree that this head drafts; 1 where all nodes are copies, made at once."""
@@ -123,6 +132,7 @@ class Models:
 
     def engine(self, batch_size: int, sampling: SamplingConfig = GREEDY, **options: Any) -> Engine:
         options |= {"batch_size": batch_size, "mesh": self.mesh, "attention": self.attention}
+        options["grammars"] = self.grammars
         return Engine(self.base.config, self.head, self.tree, sampling, **options)
 
 

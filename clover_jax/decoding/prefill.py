@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.accept import keep_rows
-from clover_jax.decoding.sampling import Scores, add_bias, draw, penalize, score, warp
+from clover_jax.decoding.sampling import Scores, add_bias, draw, mask_out, penalize, score, warp
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import (
     StepConfig,
@@ -27,13 +27,19 @@ from clover_jax.models.top_k import argmax
 
 
 def prefill_chunk(
-    config: StepConfig, size: int, weights: Weights, state: DecodeState, start: Int[Array, ""]
+    config: StepConfig,
+    size: int,
+    weights: Weights,
+    state: DecodeState,
+    start: Int[Array, ""],
+    allowed: Int[Array, "B 1 w"] | None = None,
 ) -> tuple[DecodeState, Scores | None]:
     """Read positions start .. start + size - 1 of every row's prompt.
 
     state: tokens hold the prompts and `end` their lengths; `length` grows to `end` over the
         chunks. The row whose last prompt token lies in this chunk emits its first token. Rows of
         other lengths share a chunk: positions past a row's prompt are garbage, overwritten later.
+    allowed: the tokens that the first token may be, as in `sampling.mask_out`; None for all.
     Returns the state and, where `config.sampling.scored`, the scores of the tokens after each
     position, [B, size]: of the prompt and of the first token emitted.
     """
@@ -56,7 +62,7 @@ def prefill_chunk(
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at, count))
     if config.head is not None:
         state = absorb_prompt(config, weights, state, features, start)
-    state = _emit_first(config, weights, state, post_norm, features, start)
+    state = _emit_first(config, weights, state, post_norm, features, start, allowed)
     if not config.sampling.scored:
         return state, None
     logits = base_logits(config.base, weights.base, post_norm)
@@ -93,6 +99,7 @@ def _emit_first(
     post_norm: Array,
     features: Array,
     start: Array,
+    allowed: Array | None,
 ) -> DecodeState:
     """Emit the base's token after the last prompt position where that lies in this chunk."""
     size = features.shape[1]
@@ -107,6 +114,8 @@ def _emit_first(
             logits = add_bias(logits, state.sampling, state.eos, state.end[:, None])
         if config.sampling.penalized:
             logits = penalize(logits, state.sampling, state.tokens, state.end)
+        if allowed is not None:
+            logits = mask_out(logits, allowed)
         if config.sampling.verify == "greedy":
             return argmax(logits)
         warped = warp(logits, state.sampling, config.sampling.truncate)

@@ -34,7 +34,15 @@ from clover_jax.decoding.state import (
     grow,
     insert,
 )
-from clover_jax.decoding.step import StepConfig, StepRecord, Weights, speculate_and_verify
+from clover_jax.decoding.step import (
+    StepConfig,
+    StepRecord,
+    Weights,
+    accept_and_commit,
+    draft,
+    speculate_and_verify,
+    verify_tree,
+)
 from clover_jax.decoding.tree_config import CopyTree
 from clover_jax.models.meshes import shape_of
 from clover_jax.models.placement import (
@@ -51,6 +59,7 @@ Options = dict[str, bool | int | str]
 Records = StepRecord | tuple[StepRecord, ...]
 # (weights, state, filled, most) -> (state, records)
 # filled: [B] which slots hold a row; most: steps to run, None for a whole chunk
+# With masks (`SamplingConfig.masked`) a chunk is one step, and the last argument makes the masks.
 Chunk = Callable[..., tuple[DecodeState, Records]]
 Carry = TypeVar("Carry")
 
@@ -216,13 +225,14 @@ def compile_state_programs(
 class Programs(NamedTuple):
     """The compiled programs of one set of sampling rules.
 
-    prefill: (weights, row, start) -> (row, scores), for a batch of one; it consumes the row.
+    prefill: (weights, row, start) -> (row, scores), for a batch of one; it consumes the row. With
+        masks a further argument is that of the first token.
     read_last: the same for a prompt's last token alone, where its other tokens are read already.
     decode: a chunk of steps.
     """
 
-    prefill: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
-    read_last: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
+    prefill: Callable[..., tuple[DecodeState, Scores | None]]
+    read_last: Callable[..., tuple[DecodeState, Scores | None]]
     decode: Chunk
 
     def for_states_with(self, *unread: str) -> Programs:
@@ -247,13 +257,16 @@ def compile_programs(
     """Return the programs that read prompts and decode; they compile when they are called."""
 
     def reading(size: int) -> Callable:
-        def read(weights: Weights, row: DecodeState, start: Array) -> tuple[DecodeState, Any]:
-            row, scores = prefill_chunk(config, size, weights, row, start)
+        def read(weights: Weights, row: DecodeState, *more: Array) -> tuple[DecodeState, Any]:
+            row, scores = prefill_chunk(config, size, weights, row, *more)
             return row, placement.whole(scores)
 
         return placement.compiled(read, donate_argnums=1)
 
-    chunk = compile_chunk(config, num_steps, placement)
+    if config.sampling.masked:
+        chunk = compile_masked_step(config, placement)
+    else:
+        chunk = compile_chunk(config, num_steps, placement)
     return Programs(prefill=reading(prefill_size), read_last=reading(1), decode=chunk)
 
 
@@ -302,6 +315,38 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         return run(weights, state, filled, np.int32(limit))
 
     return chunk
+
+
+def compile_masked_step(config: StepConfig, placement: Placement) -> Chunk:
+    """Return a function that runs one step, with masks that the host makes in the middle of it.
+
+    They are made from the drafted tree, while the device verifies it. The function's last argument
+    is (tokens [B, T], parent [B or 1, T]) -> masks as in `sampling.mask_out`.
+    """
+
+    def last(weights: Weights, state: DecodeState, *more: Any) -> tuple[DecodeState, StepRecord]:
+        state, record = accept_and_commit(config, weights, state, *more)
+        return state, placement.whole(record)
+
+    options: dict[str, Any] = {"compiler_options": options_here()}
+    drafting = placement.compiled(functools.partial(draft, config), donate_argnums=1, **options)
+    verifying = jax.jit(functools.partial(verify_tree, config), **options)
+    ending = placement.compiled(last, donate_argnums=1, **options)
+
+    def step(
+        weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None, make: Callable
+    ) -> tuple[DecodeState, tuple[StepRecord]]:
+        state, drafted = drafting(weights, state)
+        tree = drafted.tree
+        # Copied before the forward begins, or the host would wait for that.
+        slots = placement.copies((tree.tokens, tree.parent))
+        with placement.in_use():
+            verified = verifying(weights, state, tree)
+        masks = placement.array(make(*jax.device_get(slots)))
+        state, record = ending(weights, state, drafted, verified, masks)
+        return state, (record,)
+
+    return step
 
 
 def decode_chunk(

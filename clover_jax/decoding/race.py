@@ -121,6 +121,8 @@ def with_fastest_tree(
                 prompts.append(encode_prompt(row, models.tokenizer, vocabulary))
     if not prompts:
         return models
+    # The rows that are timed have no form to match.
+    sampling = dataclasses.replace(sampling, masked=False)
     with passing_note("timing trees"):
         choice = fastest_tree(models, prompts, batch_size, sampling, warping)
     say(str(choice))

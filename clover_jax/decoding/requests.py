@@ -31,6 +31,7 @@ class Request:
     sources: other texts that the answer may repeat, as token ids; they change no text.
     min_new_tokens: tokens to emit before an EOS token may be chosen.
     logit_bias: (token id, what is added to the base's logit of it) of some tokens.
+    form: what the text must match, as `grammars.form_text` returns it.
     wants_scores: whether each output token's log-probability is wanted, with the scores of the most
         probable tokens at its place. wants_prompt_scores: the prompt's too.
     shares_prompt: whether the whole of a prompt that another slot holds is taken from there, but
@@ -51,6 +52,7 @@ class Request:
     shares_prompt: bool = False
     min_new_tokens: int = 0
     logit_bias: Sequence[tuple[int, float]] = ()
+    form: str | None = None
 
     @property
     def is_biased(self) -> bool:
@@ -83,7 +85,8 @@ class Figures:
     ranks: of each accepted token, forward by forward, how many of its siblings come before it.
     copied: accepted tokens that were copies of the text, at each; empty without copies.
     seconds: from the start of the row's prefill to the last of these tokens.
-    finish_reason: "eos", "length" or "stop"; None while the row runs.
+    finish_reason: "eos", "length", "stop" or "error"; None while the row runs.
+    error: why a row cannot go on.
     scores: of each output token, if they were wanted.
     prompt_scores: of each prompt token but the first, which nothing predicts.
     num_cached: prompt tokens that were not read, since a slot held them.
@@ -94,6 +97,7 @@ class Figures:
     ranks: list[list[int]] = dataclasses.field(default_factory=list)
     copied: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
+    error: str | None = None
     seconds: float = 0.0
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
@@ -127,6 +131,7 @@ class Generation(Figures):
             getattr(self, name).extend(getattr(new, name))
         self.num_cached += new.num_cached
         self.seconds, self.finish_reason = new.seconds, new.finish_reason
+        self.error = new.error
 
     @property
     def target_forwards(self) -> int:
@@ -212,6 +217,10 @@ class AcceptedLengths:
 def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> SamplingConfig:
     """Return the cheapest rules, within `most`, that decode these requests."""
     requests = list(requests)
+    # Rules for all rows next to those that must match a form: these compile more than others.
+    if any(request.form is not None for request in requests):
+        return dataclasses.replace(most, scored=True)
+    most = dataclasses.replace(most, masked=False)
     # Scores, biases and penalties are rare, so all rows with any of them share few programs.
     penalized = any(request.params.penalizes for request in requests)
     biased = any(request.is_biased for request in requests) or (penalized and most.biased)
@@ -280,3 +289,11 @@ def check_request(request: Request, base: BaseConfig, rules: SamplingConfig, max
     if params.penalizes and not rules.penalized:
         raise UserError("penalties and min_p need an engine with SamplingConfig(penalized=True)")
     check_bias(request.logit_bias, vocabulary)
+    if request.form is not None:
+        if not rules.masked:
+            raise UserError("structured_outputs need an engine with SamplingConfig(masked=True)")
+        if request.min_new_tokens > 0 or not set(base.eos_token_ids) <= set(request.eos_ids):
+            raise UserError(
+                "structured_outputs end where their form does: leave out ignore_eos, and the least "
+                "number of tokens"
+            )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.grammars import form_text
 from clover_jax.decoding.sampling_config import (
     DRAFT_SAMPLINGS,
     VERIFICATIONS,
@@ -23,7 +24,13 @@ from clover_jax.field_types import check_settings, check_types, setting
 _ROW_OPTIONS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "logit_bias", "seed"),
     *("min_p", "repetition_penalty", "frequency_penalty", "presence_penalty"),
-    *("stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output"),
+    *(
+        "structured_outputs",
+        "stop",
+        "stop_token_ids",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    ),
 )
 
 # The units of streamed text: see `RowState`.
@@ -46,6 +53,8 @@ class GenerationSettings(SamplingParams):
     skip_special_tokens: whether special tokens have no text.
     min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still are.
     logit_bias: pairs of a token id and a number to add to its logit; may be a mapping too.
+    structured_outputs: what the text must match, {"json": schema} for example, as JSON text; may be
+        a mapping too (`grammars.form_text`).
     """
 
     max_new_tokens: int = _text(128, "maximum number of tokens of a turn", least=1)
@@ -76,6 +85,7 @@ class GenerationSettings(SamplingParams):
     seed: int | None = None
     min_new_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    structured_outputs: str | None = None
 
     def __post_init__(self):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -83,6 +93,7 @@ class GenerationSettings(SamplingParams):
         # The class is frozen; this is how it sets its own fields.
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
+        object.__setattr__(self, "structured_outputs", form_text(self.structured_outputs))
 
         # Types first, since the other checks compare values.
         check_types(self)
@@ -167,6 +178,7 @@ def sampling_for(
         truncate=any(row.cuts for row in rows),
         biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
         penalized=any(row.penalizes for row in rows),
+        masked=any(row.structured_outputs is not None for row in rows),
     )
 
 

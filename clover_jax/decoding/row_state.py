@@ -303,6 +303,7 @@ class RowState:
             sources=self._sources(),
             min_new_tokens=self._settings.min_new_tokens,
             logit_bias=self._settings.logit_bias,
+            form=self._settings.structured_outputs,
         )
 
     def _sources(self) -> list[Sequence[int]]:
@@ -319,8 +320,13 @@ class RowState:
         return sources
 
     def take(self, progress: RowUpdate) -> TurnProgress:
-        """Take in new tokens of the current turn; stop it at a stop string."""
+        """Take in new tokens of the current turn; stop it at a stop string.
+
+        Raises UserError, naming the row, where it cannot go on.
+        """
         row = progress.row
+        if row.error is not None:
+            raise UserError(f"{self.prompt.source}: structured_outputs: {row.error}")
         pieces, cut = self._watch(row) if self._watched_by else ([], None)
         # Otherwise the text is detokenized at once, at the end.
         if self._answer and not self._watched_by and (self._settings.stop or progress.done):

@@ -184,7 +184,12 @@ class RowStream:
             yield from self._take_not_decoded()
             # The next turn of a conversation needs this answer; another row may take the slot.
             state = self._states[progress.row.index]
-            taken, row = state.take(progress), state.output_row()
+            try:
+                taken = state.take(progress)
+            except UserError as error:
+                self._fail(state.prompt, error)
+                continue
+            row = state.output_row()
             if row is not None:
                 del self._states[state.prompt.index]
             elif taken.ended:
@@ -245,12 +250,15 @@ class RowStream:
         except Skipped as skipped:
             self._leave_out(prompt, "skipped", str(skipped))
         except UserError as error:
-            if self._strict:
-                self._failure = self._failure or error
-                self._states.pop(prompt.index, None)
-            else:
-                self._leave_out(prompt, "error", str(error))
+            self._fail(prompt, error)
         return None
+
+    def _fail(self, prompt: Prompt | BadPrompt, error: UserError) -> None:
+        if self._strict:
+            self._failure = self._failure or error
+            self._states.pop(prompt.index, None)
+        else:
+            self._leave_out(prompt, "error", str(error))
 
     def _leave_out(self, prompt: Prompt | BadPrompt, key: str, reason: str) -> None:
         # A conversation fails as a whole.

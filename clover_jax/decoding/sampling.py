@@ -177,6 +177,16 @@ def penalize(
     return penalized.at[at].set(again, mode="drop")
 
 
+def mask_out(logits: Float[Array, "B T V"], allowed: Int[Array, "B T w"]) -> Float[Array, "B T V"]:
+    """Return logits with -inf for tokens whose bit is not set; a word has the bits of 32 tokens.
+
+    Example: words [[[5]]] allow the tokens 0 and 2.
+    """
+    bits = (allowed[..., None] >> jnp.arange(32)) & 1
+    bits = bits.reshape(*allowed.shape[:2], -1)[..., : logits.shape[-1]]
+    return jnp.where(bits == 1, logits, -jnp.inf)
+
+
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:
     """Apply temperature, top-k, top-p and min_p (Hugging Face's order); dropped tokens get -inf.
 

@@ -35,6 +35,7 @@ class SamplingConfig(JsonConfig):
     scored: whether steps report the log-probabilities of what they emit (verify "lossless" only).
     biased: whether any row changes the base's logits (`sampling.RowBias`).
     penalized: whether any row has penalties or min_p (`sampling.RowPenalties`).
+    masked: whether any row's text must match a form (`grammars.py`); its steps are split in three.
     typical_epsilon, typical_delta: Medusa's thresholds.
     force_accept: for timing greedy steps only: accept exactly this many drafted tokens.
     """
@@ -45,6 +46,7 @@ class SamplingConfig(JsonConfig):
     scored: bool = False
     biased: bool = False
     penalized: bool = False
+    masked: bool = False
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     force_accept: int | None = None
@@ -64,6 +66,7 @@ class SamplingConfig(JsonConfig):
                 f"force_accept times greedy verification of the base's own logits, not "
                 f"{self.verify!r}{' with biased rows' if self.biased else ''}"
                 f"{' with penalties' if self.penalized else ''}"
+                f"{' with masks' if self.masked else ''}"
             )
         if self.draft_sampling == "sampled" and self.verify != "lossless":
             raise UserError(
@@ -74,8 +77,9 @@ class SamplingConfig(JsonConfig):
     @property
     def needs_choices_only(self) -> bool:
         """Whether the rule reads the base's most probable tokens only, and no other logits."""
-        # Biases and penalties may change which logit is the largest, so they need all logits.
-        return self.verify == "greedy" and not (self.biased or self.penalized)
+        # What changes logits may change which one is the largest, so it needs all of them.
+        is_changed = self.biased or self.penalized or self.masked
+        return self.verify == "greedy" and not is_changed
 
 
 GREEDY = SamplingConfig()

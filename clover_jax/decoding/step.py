@@ -34,6 +34,7 @@ from clover_jax.decoding.sampling import (
     Scores,
     add_bias,
     finite_log_softmax,
+    mask_out,
     penalize,
     score,
     warp,
@@ -226,17 +227,35 @@ def speculate_and_verify(
 ) -> tuple[DecodeState, StepRecord]:
     """Advance every running row by its accepted path and one bonus token."""
     # The head first reads the tokens that the last step accepted; plain decoding has no head.
-    root = roots(state)
-    if config.head is None:
-        drafted = Drafted(TokenTree.root_only(root))
-    else:
-        state, drafted = absorb_and_draft(config, weights, state, root)
-
+    state, drafted = draft(config, weights, state)
     # One base forward judges the whole tree; its keys and values stay outside the cache.
     with jax.named_scope("verify"):
         verified = verify_tree(config, weights, state, drafted.tree)
+    return accept_and_commit(config, weights, state, drafted, verified)
+
+
+def draft(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Drafted]:
+    """Update the draft cache and draft the tree, which is the root alone without a head."""
+    root = roots(state)
+    if config.head is None:
+        return state, Drafted(TokenTree.root_only(root))
+    return absorb_and_draft(config, weights, state, root)
+
+
+def accept_and_commit(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    drafted: Drafted,
+    verified: Verified,
+    allowed: Int[Array, "B T w"] | None = None,
+) -> tuple[DecodeState, StepRecord]:
+    """Append the accepted path and the bonus token of a verified tree.
+
+    allowed: the tokens that may follow each slot, as in `sampling.mask_out`; None for all.
+    """
     with jax.named_scope("accept"):
-        accepted = accept(config, state, drafted, verified)
+        accepted = accept(config, state, drafted, verified, allowed)
 
     # The head may observe every slot; only the accepted path enters the KV cache.
     with jax.named_scope("commit"):
@@ -413,7 +432,11 @@ def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) 
 
 
 def accept(
-    config: StepConfig, state: DecodeState, drafted: Drafted, verified: Verified
+    config: StepConfig,
+    state: DecodeState,
+    drafted: Drafted,
+    verified: Verified,
+    allowed: Int[Array, "B T w"] | None = None,
 ) -> Accepted:
     """Apply the verification rule that the config names."""
     sampling, tree, predicted = config.sampling, drafted.tree, verified.predicted
@@ -435,6 +458,8 @@ def accept(
         on_path = tree.mask() & is_drafted[:, None]
         paths = jnp.where(on_path, tree.tokens[:, None], NO_TOKEN)
         logits = penalize(logits, state.sampling, state.tokens, state.end, paths)
+    if allowed is not None:
+        logits = mask_out(logits, allowed)
     if sampling.verify == "greedy":
         return accept_path(tree, argmax(logits))
     # Typical acceptance judges drafted tokens; plain decoding has none and draws as usual.

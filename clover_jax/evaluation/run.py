@@ -265,8 +265,11 @@ def make_plan(
     kept = [prompt for rows in tasks.values() for prompt in rows]
     sampling = sampling_for(settings, kept)
     # Differences are judged with the base's own logits.
-    if sampling.biased or sampling.penalized:
-        raise UserError("evaluate does not support min_new_tokens, logit_bias, penalties and min_p")
+    if sampling.biased or sampling.penalized or sampling.masked:
+        raise UserError(
+            "evaluate does not support min_new_tokens, logit_bias, penalties, min_p and "
+            "structured_outputs"
+        )
     return Plan(
         tasks=tasks,
         settings=settings,

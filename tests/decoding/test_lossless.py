@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from clover_jax.config import BaseConfig
 from clover_jax.decoding import accept, step
+from clover_jax.decoding.grammars import Grammars, fill_masks, form_text
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import RowBias, RowPenalties, RowSampling
 from clover_jax.decoding.sampling_config import SamplingConfig
@@ -43,10 +46,11 @@ def peaked_params(base=BASE):
 
 
 @functools.cache
-def exact(temperature, top_p, biased=False, base=BASE, penalized=False) -> np.ndarray:
+def exact(temperature, top_p, biased=False, base=BASE, penalized=False, masked=False) -> np.ndarray:
     """Return the probability of every text of LENGTH tokens, [V] * LENGTH.
 
     biased: with BIAS, and without EOS before the last token. penalized: with PENALTIES and MIN_P.
+    masked: of FORM.
     """
     texts = np.array(list(itertools.product(range(5), repeat=LENGTH)))
     tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
@@ -73,6 +77,9 @@ def exact(temperature, top_p, biased=False, base=BASE, penalized=False) -> np.nd
             repeated = np.where(here > 0, here / repetition, here * repetition)
             here = np.where(is_there, repeated, here)
             here = here - frequency * answered - presence * (answered > 0)
+        if masked:
+            # Texts that have left the form before have the probability 0 whatever comes.
+            here = np.where([allowed(tuple(text[:i])) for text in texts], here, -1e9)
         p = np.exp((here - here.max(-1, keepdims=True)) / temperature)
         p /= p.sum(-1, keepdims=True)
         order = np.argsort(-p, axis=-1)
@@ -95,6 +102,7 @@ def sample(
     biased=False,
     base=BASE,
     penalized=False,
+    masked=False,
 ):
     """Return SAMPLES texts of LENGTH tokens, decoded speculatively.
 
@@ -102,7 +110,7 @@ def sample(
     """
     drafter = random_head(base, drafter) if isinstance(drafter, str) else drafter
     head, draft_params = drafter if tree.num_nodes else (None, {})
-    rules = {"truncate": top_p < 1, "biased": biased, "penalized": penalized}
+    rules = {"truncate": top_p < 1, "biased": biased, "penalized": penalized, "masked": masked}
     sampling = SamplingConfig("lossless", draft_sampling, **rules)
     config = StepConfig(base, head, tree, sampling)
     base_params = peaked_params(base)
@@ -123,9 +131,12 @@ def sample(
     ends = {"end": end, "limit": end + LENGTH, "eos": state.eos + (1 + EOS if biased else 0)}
     state = state.replace(tokens=tokens, sampling=rows, **ends)
     # The state is an argument: as a constant, XLA would spend a minute folding it.
-    state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)[0]
+    masks = [np.tile(mask_after(()), (SAMPLES, 1, 1))] if masked else []
+    state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0, *masks)[0]
     # A function of its own, traced anew: a test may have put a fault into the verifier.
-    compiled = jax.jit(functools.partial(speculate_and_verify, config))
+    compiled = (
+        masked_step(config) if masked else jax.jit(functools.partial(speculate_and_verify, config))
+    )
     most_accepted = 0
     for _ in range(LENGTH - 1):
         state, record = compiled(weights, state)
@@ -134,6 +145,67 @@ def sample(
     repeats = isinstance(tree, CopyTree) or (head and head.config.kind in TRAINING_FREE)
     assert most_accepted >= (1 if repeats else min(tree.depth, 3))
     return np.asarray(state.tokens[:, start : start + LENGTH])
+
+
+# Tokens of the masked texts, the end of a text last, and a form that no text of LENGTH ends.
+SYMBOLS = ("a", "b", "c", "ab", "</s>")
+FORM = form_text({"regex": "([ab][abc]){4,12}"})
+
+
+@functools.cache
+def forms():
+    vocabulary = {symbol: id_ for id_, symbol in enumerate(SYMBOLS)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("a", "b")]))
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SYMBOLS[EOS])
+    return Grammars(fast, len(SYMBOLS), (EOS,))
+
+
+@functools.cache
+def mask_after(text):
+    """Return the mask of what may follow a text, and all tokens where none may."""
+    matcher = forms().matcher(FORM)
+    if matcher.try_consume_tokens(list(text)) < len(text):
+        return np.full(1, -1, np.int32)
+    return np.frombuffer(matcher.compute_bitmask(), np.int32)
+
+
+def allowed(text):
+    return (mask_after(text)[0] >> np.arange(5) & 1).astype(bool)
+
+
+def masked_step(config):
+    """Return a step whose masks the host fills, as `programs.compile_masked_step` has it."""
+    draft, verify, end_stage = (
+        jax.jit(functools.partial(stage, config))
+        for stage in (step.draft, step.verify_tree, step.accept_and_commit)
+    )
+
+    @functools.cache
+    def masks_of(text, tokens, parent):
+        matcher, masks = forms().matcher(FORM), np.full((len(tokens), 1), -1, np.int32)
+        assert matcher.consume_tokens(list(text))
+        fill_masks(matcher, tokens, parent, masks, (EOS,))
+        return masks
+
+    def run(weights, state):
+        state, drafted = draft(weights, state)
+        verified = verify(weights, state, drafted.tree)
+        tokens, parent, texts, ends = jax.device_get(
+            (drafted.tree.tokens, drafted.tree.parent, state.tokens, state.end)
+        )
+        rows = zip(tokens, np.broadcast_to(parent, tokens.shape), texts, ends, strict=True)
+        # Rows that have their tokens write no more.
+        done = len(PROMPT) + LENGTH
+        masks = [
+            np.full((tokens.shape[1], 1), -1, np.int32)
+            if end >= done
+            else masks_of(tuple(text[len(PROMPT) : end].tolist()), tuple(tree), tuple(above))
+            for tree, above, text, end in rows
+        ]
+        return end_stage(weights, state, drafted, verified, np.stack(masks))
+
+    return run
 
 
 def p_value(texts: np.ndarray, probability: np.ndarray) -> float:
@@ -221,6 +293,26 @@ def test_biased_texts_are_distributed_as_plain_sampling_s(draft_sampling):
 def test_penalized_texts_are_distributed_as_plain_sampling_s(drafter, tree, draft_sampling):
     texts = sample(TREES[tree], draft_sampling, *WARM, drafter, penalized=True)
     assert p_value(texts, exact(*WARM, penalized=True)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree", "draft_sampling"),
+    [
+        ("clover2", "small", "sampled"),
+        ("lookup", "copy:6", "topk"),
+        *(
+            pytest.param("clover2", *case, marks=pytest.mark.slow)
+            for case in (
+                ("none", "topk"),
+                *itertools.product(["chain:3", "small"], ["topk", "sampled"]),
+                ("small+copy:4", "topk"),
+            )
+        ),
+    ],
+)
+def test_masked_texts_are_distributed_as_plain_sampling_s(drafter, tree, draft_sampling):
+    texts = sample(TREES[tree], draft_sampling, *WARM, drafter, masked=True)
+    assert p_value(texts, exact(*WARM, masked=True)) > 1e-3
 
 
 def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
