@@ -138,11 +138,13 @@ class LayerConfig(JsonConfig):
     """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it.
 
     query_key_norm: RMSNorm of each head's queries and keys before they are rotated (Qwen3).
+    joint_head_norm: RMSNorm of all heads' queries together, and of all keys (OLMo 2 and 3).
     alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
     unrotated: no rotation, and no other trace of the distance (some layers of SmolLM3).
     sliding_window: positions that a position sees, itself included; None is all before it.
     score_scale: factor of the products of queries and keys; None is head_dim^-0.5.
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
+    pre_norms: RMSNorm of the inputs of attention and MLP; False in OLMo 2 and 3.
     post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 and 3).
     sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
     activation: of the MLP's gate: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
@@ -150,8 +152,11 @@ class LayerConfig(JsonConfig):
         token reads experts_per_token; 0 is the one MLP for all.
     normed_weights: whether the weights of a token's experts are made to sum up to 1.
     expert_bias: biases of the router and of all of the experts' matrices (gpt-oss).
-    shared_expert_size: width of an MLP more that every token reads, times a gate of its own; 0 is
-        none (Qwen3-Next).
+    router: "softmax" over all experts, or a "sigmoid" of each, where a bias more decides which are
+        chosen but not what they weigh (GLM-4.5).
+    routed_scale: factor of what the chosen experts give.
+    shared_expert_size: width of an MLP more that every token reads; 0 is none (Qwen3-Next).
+    shared_gate: whether that MLP is multiplied by a gate of its own.
     output_gate: attention's output is multiplied by a sigmoid of the input (Qwen3-Next).
     delta: a delta net in the place of attention; None is attention.
     """
@@ -168,11 +173,13 @@ class LayerConfig(JsonConfig):
     output_bias: bool = False
     mlp_bias: bool = False
     query_key_norm: bool = False
+    joint_head_norm: bool = False
     alibi: bool = False
     unrotated: bool = False
     sliding_window: int | None = None
     score_scale: float | None = None
     score_cap: float | None = None
+    pre_norms: bool = True
     post_norms: bool = False
     activation: str = "silu"
     num_experts: int = 0
@@ -181,7 +188,10 @@ class LayerConfig(JsonConfig):
     normed_weights: bool = True
     expert_bias: bool = False
     sinks: bool = False
+    router: str = "softmax"
+    routed_scale: float = 1.0
     shared_expert_size: int = 0
+    shared_gate: bool = True
     output_gate: bool = False
     delta: DeltaConfig | None = None
 
@@ -210,11 +220,17 @@ class LayerConfig(JsonConfig):
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
         if self.activation not in ("silu", "gelu", "clamped"):
             raise ValueError(f"activation {self.activation!r} is not one of silu, gelu, clamped")
+        if self.router not in ("softmax", "sigmoid"):
+            raise ValueError(f"router {self.router!r} is not softmax or sigmoid")
 
     @property
     def num_groups(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    def with_plain_branches(self) -> LayerConfig:
+        """Return the layer with norms where Llama has them, so that its branches can be nothing."""
+        return dataclasses.replace(self, pre_norms=True, post_norms=False)
 
     def as_llama(self) -> LayerConfig:
         """Return Llama's layer of the same widths."""
@@ -269,7 +285,10 @@ class BaseConfig(LayerConfig):
             expert_size=0,
             normed_weights=True,
             expert_bias=False,
+            router="softmax",
+            routed_scale=1.0,
             shared_expert_size=0,
+            shared_gate=True,
             delta=None,
             mlp_bias=self.mlp_bias or self.expert_bias,
         )

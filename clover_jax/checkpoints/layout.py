@@ -129,8 +129,10 @@ def read_eagle_layer(values: dict[str, Any], path: Path) -> LayerConfig:
 _BEYOND_LLAMA = {
     "alibi": "ALiBi",
     "query_key_norm": "query and key norms",
+    "joint_head_norm": "norms over all heads",
     "score_scale": "its own scale of scores",
     "score_cap": "soft-capped scores",
+    "pre_norms": "no norms before attention and MLP",
     "post_norms": "norms after attention and MLP",
     "sinks": "attention sinks",
     "output_gate": "gated attention",

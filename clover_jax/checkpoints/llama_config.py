@@ -60,7 +60,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
         )
     rope = parse_rope(values, path)
     # Only these families are known to leave a part of each head unrotated.
-    if rope.share != 1 and values.get("model_type") not in ("phi3", "qwen3_next"):
+    if rope.share != 1 and values.get("model_type") not in ("phi3", "qwen3_next", "glm4"):
         raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
     eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)
     # Beyond its original length longrope rotates all keys by its long factors, also those in the

@@ -37,8 +37,8 @@ from clover_jax.checkpoints.llama_config import (
     read_full_layers,
     read_window,
 )
-from clover_jax.checkpoints.llama_tensors import Family, base_leaves, packed_leaves
-from clover_jax.checkpoints.tensor_map import Leaf, Piece
+from clover_jax.checkpoints.llama_tensors import Family, base_leaves, packed_leaves, renamed
+from clover_jax.checkpoints.tensor_map import Leaf
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 
@@ -224,12 +224,7 @@ def text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def with_images(leaves: list[Leaf]) -> list[Leaf]:
     """Return leaves by the names that the text has next to the part for images."""
-
-    def named(piece: Piece) -> Piece:
-        name = re.sub(r"^model\.", "model.language_model.", piece.name)
-        return dataclasses.replace(piece, name=name)
-
-    return [dataclasses.replace(leaf, pieces=tuple(map(named, leaf.pieces))) for leaf in leaves]
+    return renamed(leaves, lambda name: re.sub(r"^model\.", "model.language_model.", name))
 
 
 GRANITE = Family(parse_granite_config, adjust=adjust_granite)

@@ -91,7 +91,7 @@ def layer_leaves(
     attention, mlp, every = (*path, "attention"), (*path, "mlp"), slice(None)
     read = read_width or width
     leaves = []
-    if input_norm:
+    if input_norm and config.pre_norms:
         leaves.append(norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", width))
 
     # qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value. One product
@@ -118,6 +118,8 @@ def layer_leaves(
     piece = Piece(f"{prefix}self_attn.o_proj.weight", stored, split, (1, 2, 3, 0))
     leaves.append(Leaf((*attention, "out"), (*split[1:], width), (piece,)))
     for ours, name in _NORMS_AROUND_MLP[config.post_norms].items():
+        if ours == "mlp_norm" and not config.pre_norms:
+            continue
         leaves.append(norm_leaf((*path, ours), f"{prefix}{name}_layernorm", width))
 
     # gate_up [D, 2, F]: one product makes both.
@@ -134,6 +136,14 @@ def layer_leaves(
         for name in ("query", "key"):
             norm = f"{prefix}self_attn.{name[0]}_norm.weight"
             leaves.append(whole((*attention, f"{name}_norm"), norm, (size,)))
+    if config.joint_head_norm:  # OLMo normalizes all of them together
+        for ours, letter, entries in (
+            ("queries_norm", "q", (heads, groups, size)),
+            ("keys_norm", "k", (heads, size)),
+        ):
+            norm, every_axis = f"{prefix}self_attn.{letter}_norm.weight", tuple(range(len(entries)))
+            piece = Piece(norm, (math.prod(entries),), entries, every_axis)
+            leaves.append(Leaf((*attention, ours), entries, (piece,)))
     if config.sinks:  # one for each query head
         shape = (heads, groups)
         piece = Piece(f"{prefix}self_attn.sinks", (config.num_heads,), shape, (0, 1))
@@ -151,6 +161,15 @@ def layer_leaves(
     return leaves
 
 
+def renamed(leaves: list[Leaf], rename: Callable[[str], str]) -> list[Leaf]:
+    """Return leaves whose stored tensors have other names."""
+
+    def named(piece: Piece) -> Piece:
+        return dataclasses.replace(piece, name=rename(piece.name))
+
+    return [dataclasses.replace(leaf, pieces=tuple(map(named, leaf.pieces))) for leaf in leaves]
+
+
 def norm_leaf(path: LeafPath, name: str, width: int) -> Leaf:
     """Return the scale of an RMSNorm."""
     return whole((*path, "scale"), f"{name}.weight", (width,))
@@ -163,7 +182,8 @@ class Family:
     parse: reads the fields of config.json, whose path is for messages.
     leaves: where the stored tensors lie in the params.
     adjust: changes a stored tensor, from the fields of config.json, its name and itself.
-    ignored: names of stored tensors that no text needs, as a regular expression; "" for none.
+    ignored: names of stored tensors that no text needs, as a regular expression; "" for none. In
+        it <layers> stands for the number of layers.
     """
 
     parse: Callable[[dict[str, Any], FilePath], BaseConfig]

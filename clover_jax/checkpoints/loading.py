@@ -24,6 +24,7 @@ from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.config_json import read_config, tell_unknown
 from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
 from clover_jax.checkpoints.gguf_file import GgufTensors
+from clover_jax.checkpoints.glm import GLM4, GLM4_MOE
 from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
 from clover_jax.checkpoints.llama_kin import (
     BAICHUAN,
@@ -39,6 +40,7 @@ from clover_jax.checkpoints.llama_kin import (
     parse_smollm3_config,
 )
 from clover_jax.checkpoints.llama_tensors import Family
+from clover_jax.checkpoints.olmo import OLMO2, OLMO3
 from clover_jax.checkpoints.quantized_config import Quantization, read_quantization
 from clover_jax.checkpoints.qwen_hybrids import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_NEXT
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
@@ -139,7 +141,9 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, Te
     files = TensorFiles(directory, checkpoint.quantization)
     # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
     # config; some store the output matrix a second time although it is tied to the embedding.
-    harmless = [r".*\.rotary_emb\.inv_freq", checkpoint.family.ignored]
+    layers = str(checkpoint.config.num_layers)
+    ignored = checkpoint.family.ignored.replace("<layers>", layers)
+    harmless = [r".*\.rotary_emb\.inv_freq", ignored]
     harmless += [r"lm_head\.weight"] * checkpoint.config.tie_word_embeddings
     files.check(
         stored_shapes(checkpoint.leaves),
@@ -230,6 +234,10 @@ _FAMILIES = (
     ("Phi3ForCausalLM", "phi3", PHI3),
     ("SmolLM3ForCausalLM", "smollm3", Family(parse_smollm3_config)),
     ("GraniteForCausalLM", "granite", GRANITE),
+    ("Olmo2ForCausalLM", "olmo2", OLMO2),
+    ("Olmo3ForCausalLM", "olmo3", OLMO3),
+    ("Glm4ForCausalLM", "glm4", GLM4),
+    ("Glm4MoeForCausalLM", "glm4_moe", GLM4_MOE),
     # The text part is read.
     ("Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL),
     ("Qwen3NextForCausalLM", "qwen3_next", QWEN3_NEXT),

@@ -138,7 +138,7 @@ def hybrid_leaves(config: BaseConfig, fused: bool = False) -> list[Leaf]:
         leaves += _delta_leaves(config, index, fused)
     for index in range(config.num_layers):
         if config.layer_at(index).num_experts:
-            leaves += _shared_leaves(config, index)
+            leaves += shared_leaves(config, index, "shared_expert")
     return leaves
 
 
@@ -204,20 +204,22 @@ def _delta_leaves(config: BaseConfig, index: int, fused: bool) -> list[Leaf]:
     ]
 
 
-def _shared_leaves(config: BaseConfig, index: int) -> list[Leaf]:
-    """Return the leaves of the expert that all tokens read, and of its gate."""
-    path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.mlp.shared_expert"
+def shared_leaves(config: BaseConfig, index: int, name: str) -> list[Leaf]:
+    """Return the leaves of the expert that all tokens read, and of its gate, if it has one."""
+    path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.mlp.{name}"
     width, inner = config.hidden_size, config.shared_expert_size
     shape = (inner, width)
     gate_up = tuple(
         Piece(f"{prefix}.{name}_proj.weight", shape, shape, (1, 0), (slice(None), side))
         for side, name in enumerate(("gate", "up"))
     )
-    return [
+    leaves = [
         Leaf((*path, "shared", "gate_up"), (width, 2, inner), gate_up),
         transposed((*path, "shared", "down"), f"{prefix}.down_proj.weight", (inner, width)),
-        transposed((*path, "shared_gate"), f"{prefix}_gate.weight", (width, 1)),
     ]
+    if config.shared_gate:
+        leaves.append(transposed((*path, "shared_gate"), f"{prefix}_gate.weight", (width, 1)))
+    return leaves
 
 
 def adjust_hybrid(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:

@@ -76,11 +76,13 @@ def silent_layers(config: DrafterConfig, base_params: Params, num_layers: int) -
     state passes through, whatever its size relative to what the base's layers add.
     """
     layers = from_last_layer(config, base_params, num_layers, in_order=True)
+    # Where the base's layers have no norms before their branches, these begin as 1.
+    plain = {"scale": jnp.ones_like(base_params["final_norm"]["scale"])}
     return {
         name: {
-            "attention_norm": layer["attention_norm"],
+            "attention_norm": layer.get("attention_norm", plain),
             "attention": silent(layer["attention"]),
-            "mlp_norm": layer["mlp_norm"],
+            "mlp_norm": layer.get("mlp_norm", plain),
             "mlp": silent(layer["mlp"]),
         }
         for name, layer in layers.items()

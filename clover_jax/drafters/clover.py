@@ -259,7 +259,7 @@ def make_config(
     layer = layer_for(base, rope)
     if unit_states:
         # Branches that are normed, as Gemma's, cannot begin at nothing.
-        layer = dataclasses.replace(layer, post_norms=False)
+        layer = layer.with_plain_branches()
     return CloverConfig(
         layer=layer,
         decoder_heads=decoder_heads or default_heads(layer),

@@ -242,7 +242,7 @@ def make_config(
     layer = layer_for(base, rope)
     unit_states = init == "identity" and layer.post_norms
     return Clover2Config(
-        layer=dataclasses.replace(layer, post_norms=layer.post_norms and not unit_states),
+        layer=layer.with_plain_branches() if unit_states else layer,
         unit_states=unit_states,
         vocab_size=base.vocab_size,
         loss=loss,

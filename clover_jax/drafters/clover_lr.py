@@ -314,7 +314,7 @@ def make_config(
 
     return CloverLRConfig(
         # Branches that are normed, as Gemma's, cannot begin at nothing.
-        layer=dataclasses.replace(layer_for(base, rope), post_norms=False),
+        layer=layer_for(base, rope).with_plain_branches(),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,

@@ -128,7 +128,7 @@ def make_config(
     llama_layer: leave out what the base's layers have beyond a plain Llama's.
     """
     # Branches that are normed, as Gemma's, cannot begin at nothing.
-    layer = dataclasses.replace(layer_for(base, rope, llama_layer), post_norms=False)
+    layer = layer_for(base, rope, llama_layer).with_plain_branches()
     return EagleConfig(layer=layer, vocab_size=base.vocab_size, loss=loss, **options)
 
 

@@ -89,6 +89,9 @@ class SelfAttention(nn.Module):
             query, gate = query[:, :, ::2], query[:, :, 1::2]
         if cfg.query_key_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
+        if cfg.joint_head_norm:
+            query = self._joint_norm(query, "queries_norm")
+            key = self._joint_norm(key, "keys_norm")
         if not (cfg.alibi or cfg.unrotated):
             query, key = (apply_rope(each, positions, cfg.rope) for each in (query, key))
 
@@ -113,6 +116,15 @@ class SelfAttention(nn.Module):
         scale = self.param(name, nn.initializers.ones, (self.config.head_dim,))
         return rms_norm(x, scale, self.config.rms_norm_eps)
 
+    def _joint_norm(self, x: Float[Array, "B K *g T H"], name: str) -> Float[Array, "B K *g T H"]:
+        """Normalise the heads of a token together; each has scales of its own."""
+        scale = self.param(name, nn.initializers.ones, (*x.shape[1:-2], x.shape[-1]))
+        # All that belongs to a token becomes one axis.
+        tokens = jnp.moveaxis(x, -2, 1)
+        flat = tokens.reshape(*tokens.shape[:2], -1)
+        normed = rms_norm(flat, scale.reshape(-1), self.config.rms_norm_eps)
+        return jnp.moveaxis(normed.reshape(tokens.shape), 1, -2)
+
 
 def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
     """Return x times `qkv` [D, K, c, H] as [B, K, c, T, H], by one product with a matrix.
@@ -135,15 +147,16 @@ class DecoderLayer(nn.Module):
     input_norm: bool = True
 
     def setup(self):
-        eps = self.config.rms_norm_eps
-        if self.input_norm:
-            self.attention_norm = RMSNorm(eps)
+        def norm(is_there: bool) -> Any:
+            # A function without params, so a layer without a norm has no leaf for it.
+            return RMSNorm(self.config.rms_norm_eps) if is_there else lambda x: x
+
+        self.attention_norm = norm(self.input_norm and self.config.pre_norms)
         self.attention: Any = (DeltaNet if self.config.delta else SelfAttention)(self.config)
-        self.mlp_norm = RMSNorm(eps)
+        self.mlp_norm = norm(self.config.pre_norms)
         self.mlp = ExpertMLP(self.config) if self.config.num_experts else GatedMLP(self.config)
-        # A function without params, so most bases have no leaf for these norms.
-        after: Callable[[float], Any] = RMSNorm if self.config.post_norms else lambda _: lambda x: x
-        self.attention_post_norm, self.mlp_post_norm = after(eps), after(eps)
+        self.attention_post_norm = norm(self.config.post_norms)
+        self.mlp_post_norm = norm(self.config.post_norms)
 
     def __call__(
         self,
@@ -160,8 +173,7 @@ class DecoderLayer(nn.Module):
         """
         # B and T as one axis: of [B, T, D] a TPU pads each T to a multiple of 8.
         rows = x.reshape(-1, x.shape[-1])
-        # EAGLE-1's layer reads the output of fc without a norm.
-        normed = (self.attention_norm(rows) if self.input_norm else rows).reshape(x.shape)
+        normed = self.attention_norm(rows).reshape(x.shape)
         mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
         rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
         rows = rows + self.mlp_post_norm(self.mlp(self.mlp_norm(rows)))

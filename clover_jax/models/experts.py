@@ -68,13 +68,18 @@ class ExpertMLP(nn.Module):
 
         # Each token's experts, and how much each counts.
         tokens = x.reshape(-1, width)
-        scores = tokens @ router
-        if cfg.expert_bias:
-            scores = scores + self.param("router_bias", nn.initializers.zeros, (number,))
-        probability = jax.nn.softmax(scores.astype(jnp.float32))
-        weight, chosen = jax.lax.top_k(probability, cfg.experts_per_token)
+        if cfg.router == "sigmoid":
+            weight, chosen = self._sigmoid_choice(tokens, router)
+        else:
+            scores = tokens @ router
+            if cfg.expert_bias:
+                scores = scores + self.param("router_bias", nn.initializers.zeros, (number,))
+            probability = jax.nn.softmax(scores.astype(jnp.float32))
+            weight, chosen = jax.lax.top_k(probability, cfg.experts_per_token)
         if cfg.normed_weights:
             weight = weight / weight.sum(axis=-1, keepdims=True)
+        if cfg.routed_scale != 1:
+            weight = weight * cfg.routed_scale
 
         # The params by their names, in the shapes that the functions below expect.
         shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
@@ -104,9 +109,24 @@ class ExpertMLP(nn.Module):
         if cfg.shared_expert_size:
             of_one = dataclasses.replace(cfg, intermediate_size=cfg.shared_expert_size)
             shared = GatedMLP(of_one, name="shared")(tokens)
-            gate = self.param("shared_gate", matrix_init(width), (width, 1))
-            total = total + jax.nn.sigmoid(tokens @ gate).astype(jnp.float32) * shared
+            if cfg.shared_gate:
+                gate = self.param("shared_gate", matrix_init(width), (width, 1))
+                total = total + jax.nn.sigmoid(tokens @ gate).astype(jnp.float32) * shared
+            else:
+                total = total + shared.astype(jnp.float32)
         return total.astype(x.dtype).reshape(x.shape)
+
+    def _sigmoid_choice(
+        self, tokens: Float[Array, "N D"], router: Float[Array, "D X"]
+    ) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
+        """Return the weights of each token's experts and which they are."""
+        cfg = self.config
+        # In float32, as its models compute it: experts may be close.
+        scores = jnp.einsum("nd,dx->nx", tokens, router, preferred_element_type=jnp.float32)
+        probability = jax.nn.sigmoid(scores)
+        bias = self.param("choice_bias", nn.initializers.zeros, (cfg.num_experts,))
+        _, chosen = jax.lax.top_k(probability + bias.astype(jnp.float32), cfg.experts_per_token)
+        return jnp.take_along_axis(probability, chosen, axis=-1), chosen
 
 
 def _chosen(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:

@@ -37,6 +37,8 @@ PARAM_LAYOUTS: dict[str, str] = {
     "qkv_bias": "K - -",
     "query_norm": "-",
     "key_norm": "-",
+    "queries_norm": "K - -",
+    "keys_norm": "K -",
     "sinks": "K -",
     "out": "K - - D",
     "out_bias": "-",
@@ -54,6 +56,7 @@ PARAM_LAYOUTS: dict[str, str] = {
     # experts on each device XLA gathers all of them for a grouped product.
     "router": "D -",
     "router_bias": "-",
+    "choice_bias": "-",
     "shared_gate": "D -",
     "expert_gate_bias": "- F",
     "expert_up_bias": "- F",

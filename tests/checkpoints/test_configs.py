@@ -237,6 +237,8 @@ def test_gemmas_layers_alternate(read, architecture, changes, windows, thetas):
     "architecture, changes, message",
     [
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive whole nu"),
+        ("Glm4MoeForCausalLM", {"n_group": 8}, "n_group 8 is not supported, only 1: experts in g"),
+        ("Glm4MoeForCausalLM", {"first_k_dense_replace": -1}, "first_k_dense_replace must be a w"),
         ("MistralForCausalLM", {"layer_types": ["full_attention"]}, "layer_types must list 3 t"),
         ("Qwen2ForCausalLM", WINDOW | {"layer_types": ["linear"] * 3}, "type 'linear' is not su"),
         ("MixtralForCausalLM", {"num_experts_per_tok": 9}, r"per_tok \(9\) is more than num_lo"),

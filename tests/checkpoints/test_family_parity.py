@@ -44,6 +44,14 @@ HYBRID |= {"linear_num_value_heads": 6, "linear_key_head_dim": 12, "linear_value
 # With SHAPE's 0.2 torch's own float32 logits are 3e-4 away from its float64 ones.
 HYBRID |= {"initializer_range": 0.1}
 HYBRID |= {"layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"]}
+YARN_4 = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+YARN_4 |= {"original_max_position_embeddings": 32}
+OLMO3 = {"num_hidden_layers": 4, "sliding_window": WINDOW, "eos_token_id": 2, "pad_token_id": 0}
+OLMO3 |= {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+GLM = {"head_dim": 8, "eos_token_id": 2, "pad_token_id": 0}
+GLM_MOE = GLM | {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM_MOE |= {"routed_scaling_factor": 2.5}
+TWO_DENSE = {"first_k_dense_replace": 2, "norm_topk_prob": False}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 # Texts longer than 66 tokens have other keys.
 PHI = {"original_max_position_embeddings": 66, "pad_token_id": 0}
@@ -113,6 +121,23 @@ FAMILIES = {
         },
     ),
     "qwen3-vl, its text": Family("Qwen3", {"head_dim": 16}, "with images"),
+    "olmo2": Family("Olmo2", {}),
+    "olmo3, two rotations and a short window": Family(
+        "Olmo3", OLMO3 | {"rope_parameters": {"full_attention": YARN_4}}
+    ),
+    "glm4": Family("Glm4", GLM),
+    "glm4 moe": Family(
+        "Glm4Moe", GLM_MOE | {"use_qk_norm": True, "attention_bias": True}, "choice"
+    ),
+    "glm4 moe, two dense layers and two shared experts": Family(
+        "Glm4Moe", GLM_MOE | {"num_hidden_layers": 4, "n_shared_experts": 2} | TWO_DENSE, "choice"
+    ),
+    "qwen3.5-moe": Family(
+        "Qwen3_5MoeText",
+        HYBRID
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40},
+    ),
     "qwen3-next, a dense layer": Family(
         "Qwen3Next",
         HYBRID
@@ -287,9 +312,24 @@ def repack_mxfp4(model, folder) -> Logits:
     return functools.partial(torch_logits, model)
 
 
+def repack_choice(model, folder) -> Logits:
+    """GLM-4.5: a bias that decides between experts, and a layer that drafts behind the last."""
+    import torch
+
+    tensors, count = load_file(folder / "model.safetensors"), model.config.num_hidden_layers
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.3 * torch.randn_like(bias))
+            tensors[name] = bias.numpy()
+    for end in ("eh_proj.weight", "mlp.gate.weight"):
+        tensors[f"model.layers.{count}.{end}"] = np.ones((4, 4), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    return functools.partial(torch_logits, model)
+
+
 REPACKS = {"mxfp4": repack_mxfp4, "rotary": repack_rotary, "alibi": repack_alibi}
 REPACKS |= {"normalized": repack_normalized, "multimodal": repack_multimodal}
-REPACKS |= {"with images": repack_with_images}
+REPACKS |= {"with images": repack_with_images, "choice": repack_choice}
 
 
 def test_baichuan_2_stores_rows_of_any_length(make):

@@ -37,12 +37,18 @@ GPT_OSS |= dict.fromkeys(("sinks", "expert_bias", "qkv_bias", "output_bias"), Tr
 HYBRID = EXPERTS | {"delta": DeltaConfig(2, 4, 8, 4, 4), "full_attention_layers": (1,)}
 HYBRID |= {"shared_expert_size": 16, "rope": RopeConfig(share=0.5)}
 HYBRID |= {"output_gate": True, "query_key_norm": True}
+OLMO = {"sliding_window": 3, "full_attention_layers": (1,), "pre_norms": False}
+OLMO |= {"post_norms": True, "joint_head_norm": True}
+GLM = EXPERTS | {"router": "sigmoid", "routed_scale": 2.5, "shared_expert_size": 24}
+GLM |= {"shared_gate": False, "rope": RopeConfig(share=0.5), "qkv_bias": True}
 FAMILIES = {
     "gemma": (GEMMA, SMALL_TREE),
     "experts": (EXPERTS, parse_tree("dynamic:5:3:2")),
     "sinks and biased experts": (GPT_OSS, SMALL_TREE),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),
     "delta nets": (HYBRID, SMALL_TREE),
+    "norms after branches": (OLMO, SMALL_TREE),
+    "sigmoid router": (GLM, SMALL_TREE),
 }
 FAMILY_PROMPTS = random_prompts(8, seed=3)
 
