@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.data.chat_templates import template_text, words_of
+from clover_jax.data.records import shown
 from clover_jax.decoding.models import Models, load, tree_notice
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import NO_DRAFT
@@ -236,6 +237,13 @@ def _start(options: ServeOptions) -> Ready:
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 
+# What is read of generation_config.json, and what decoding does not need.
+_PUBLISHED = frozenset(
+    ("temperature", "top_k", "top_p", "do_sample", "eos_token_id", "bos_token_id", "pad_token_id")
+    + ("transformers_version", "_from_model_config", "max_length", "max_new_tokens")
+)
+
+
 def published_sampling(directory: Path) -> SamplingParams:
     """Return the sampling that a base's generation_config.json names, temperature 1 without one.
 
@@ -243,6 +251,11 @@ def published_sampling(directory: Path) -> SamplingParams:
     """
     path = directory / "generation_config.json"
     values = read_json_object(path) if path.is_file() else {}
+    # Others may change the scores, as repetition_penalty does.
+    others = {name: x for name, x in values.items() if x is not None and name not in _PUBLISHED}
+    if others:
+        listed = ", ".join(f"{name} {shown(value)}" for name, value in others.items())
+        say(f"{path}: {len(others)} settings are not applied: {listed}")
     found = {name: values.get(name) for name in ("temperature", "top_k", "top_p")}
     given = {name: value for name, value in found.items() if value is not None}
     try:
