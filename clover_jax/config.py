@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import types
 import typing
 from typing import Any, ClassVar, TypeVar
@@ -30,7 +31,8 @@ class JsonConfig:
     def from_dict(cls: type[C], values: dict[str, Any]) -> C:
         """Build from `to_dict`'s output.
 
-        Raises ValueError for a field that this configuration does not have.
+        Raises ValueError for a field that this configuration does not have, or a value of another
+        type than the field's: files may have been edited.
         """
         # Checked here, since Python's own error would not list the known names.
         hints = typing.get_type_hints(cls)
@@ -39,22 +41,39 @@ class JsonConfig:
             raise ValueError(
                 f"{cls.__name__} has no field {unknown[0]!r}; its fields are {sorted(hints)}"
             )
-        return cls(**{name: _revive(hints[name], value) for name, value in values.items()})
+        return cls(**{name: _revive(hints[name], value, name) for name, value in values.items()})
 
 
-def _revive(hint: Any, value: Any) -> Any:
-    """Turn a JSON value back into the type of the field's annotation."""
-    if value is None:
-        return None
+# What a JSON value must be for a field of each type.
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_MOST = 2.0**32  # a larger whole number overflows somewhere
+
+
+def _revive(hint: Any, value: Any, name: str) -> Any:
+    """Turn a JSON value back into the type of the field's annotation; ValueError for another."""
     # Of `X | None` a value that is not None is an X.
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    arms = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in arms:
+        return None
+    hint = next(arm for arm in arms if arm is not type(None))
     if isinstance(hint, type) and issubclass(hint, JsonConfig):
-        return hint.from_dict(value)
+        if isinstance(value, dict):
+            return hint.from_dict(value)
+        raise ValueError(f"{name} must be an object, not {value!r:.60}")
     if typing.get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{name} must be a list, not {value!r:.60}")
         # Every tuple of a configuration has items of one type, as many as it likes.
         inner = typing.get_args(hint)[0]
-        return tuple(_revive(inner, item) for item in value)
+        return tuple(_revive(inner, item, name) for item in value)
+
+    # JSON's true is an int in Python. A comparison with NaN is false.
+    allowed = (int, float) if hint is float else hint
+    is_right = isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))
+    if isinstance(value, int | float) and not abs(value) < _MOST:
+        is_right = False
+    if not is_right:
+        raise ValueError(f"{name} must be {_WANTED[hint]}, not {value!r:.60}")
     return value
 
 
@@ -196,6 +215,9 @@ class LayerConfig(JsonConfig):
     delta: DeltaConfig | None = None
 
     def __post_init__(self):
+        for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1")
         # Each key head serves a whole group of query heads.
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -215,6 +237,12 @@ class LayerConfig(JsonConfig):
             raise ValueError(
                 f"longrope needs a factor for each of {rotated // 2} pairs of dimensions, not "
                 f"{len(self.rope.pair_factors)}"
+            )
+        used = self.experts_per_token
+        if self.num_experts and not (0 < used <= self.num_experts and self.expert_size > 0):
+            raise ValueError(
+                f"{self.num_experts} experts need an expert_size ({self.expert_size}) and "
+                f"experts_per_token ({used}) from 1 to their number"
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
@@ -388,6 +416,9 @@ class LossSpec(JsonConfig):
         return super().from_dict(values)
 
 
+MOST_PARTS = 10_000  # a larger number is a mistake, and would take all memory before it is found
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig(JsonConfig):
     """What the engine and the trainer know of any drafter.
@@ -418,6 +449,16 @@ class DrafterConfig(JsonConfig):
     base_layer: int | None = None
 
     def __post_init__(self):
+        for name, value in vars(self).items():
+            if name.startswith("num_") and not 0 <= value <= MOST_PARTS:
+                raise ValueError(f"{name} ({value}) must lie in 0 .. {MOST_PARTS}")
+        if self.max_depth is not None and self.max_depth < 1:
+            raise ValueError(f"max_depth ({self.max_depth}) must be at least 1")
+        states = re.compile(r"pre_norm|post_norm|layer_\d{1,5}")
+        if wrong := [name for name in self.features if not states.fullmatch(name)]:
+            raise ValueError(
+                f"features have {wrong[0]!r}; they are pre_norm, post_norm and layer_N"
+            )
         table = self.draft_to_target
         # The head proposes from the whole vocabulary.
         if table is None:

@@ -22,6 +22,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.runtime.files import atomic_directory, hash_files, read_json_object
+from clover_jax.runtime.progress import say
 
 FORMAT_VERSION = 1
 CARD = "draft.json"
@@ -98,6 +99,9 @@ def read_card(directory: Path) -> Card:
             f"{path} has format_version {version!r}; this program reads {FORMAT_VERSION}"
         )
 
+    known = {"format_version", "drafter", *(field.name for field in dataclasses.fields(Card)[1:])}
+    if unknown := sorted(card.keys() - known):
+        say(f"{path}: {len(unknown)} fields not read, unknown here: {', '.join(unknown)}")
     # The file may have been edited by hand, so every value is checked.
     missing = [name for name in ("drafter", "base") if not isinstance(card.get(name), dict)]
     if missing:
@@ -142,6 +146,8 @@ def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
             raise UserError(f"{folder / name} is missing; was the draft copied whole?")
         if hashes[name] != recorded:
             raise UserError(f"{folder / name} has changed since it was written; copy it again")
+    if extra := sorted(hashes.keys() - files.keys()):
+        say(f"{folder}: {len(extra)} files not read, unknown to {CARD}: {', '.join(extra[:3])}")
 
     # Then the tensors, by name and shape. A type may differ: heads are cast as they are loaded.
     with ocp.StandardCheckpointer() as checkpointer:

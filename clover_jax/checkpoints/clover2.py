@@ -25,6 +25,7 @@ from clover_jax.checkpoints.tensor_map import Leaf, Piece, over_states, transpos
 from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 ROPE_THETA = 10_000.0  # used by readers of the layout, whatever the value of rope_theta
 # Frozen copies of the base's output matrix.
@@ -52,6 +53,11 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
     loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=weights["decay_coefficient"])
 
     # The theta of the file is ignored, as the release does.
+    if llama.layer.rope != RopeConfig(theta=ROPE_THETA):
+        say(
+            f"{path}: its rotation is not read: readers of Clover-2's official layout rotate with "
+            f"base {ROPE_THETA:g} (--draft_rope_theta for another)"
+        )
     try:
         return Clover2Config(
             layer=dataclasses.replace(llama.layer, rope=RopeConfig(theta=ROPE_THETA)),
@@ -181,5 +187,6 @@ LAYOUT = Layout(
     config_fields=config_fields,
     check_exportable=check_exportable,
     copies=dict.fromkeys(COPIES, "lm_head"),
+    classes=("LlamaForCausalLM",),
     fields={"clover": {"num_heads", "num_layers", "heads_coefficient", "decay_coefficient"}},
 )

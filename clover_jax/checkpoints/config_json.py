@@ -39,13 +39,24 @@ _KINDS: dict[str, str] = {
         ("mscale", "mscale_all_dim", "rope_local_base_freq", "swiglu_alpha", "swiglu_limit"),
         "a number",
     ),
-    "mlp_only_layers": "a list",
+    **dict.fromkeys(("mlp_only_layers", "architectures", "layer_types"), "a list"),
 }
 # Fields that transformers reads although its configs no longer have them.
 _OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"} | {
     *("original_max_position_embeddings", "sliding_window_pattern", "head_dim", "pretraining_tp"),
     *("torch_dtype", "quantization_config", "auto_map", "tokenizer_class"),
 }
+# Objects that describe the rotation, the one that wins first, and what they may hold.
+_ROPES = ("rope_scaling", "rope_parameters")
+_ROPE_FIELDS = frozenset(
+    (
+        *("rope_type", "type", "rope_theta", "partial_rotary_factor", "factor"),
+        *("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+        *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor", "truncate"),
+        *("mscale", "mscale_all_dim", "mrope_section", "mrope_interleaved"),
+        *("full_attention", "sliding_attention"),
+    )
+)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -84,16 +95,26 @@ def tell_unknown(
     # The first Baichuan came with code of its own.
     if not kind or kind not in CONFIG_MAPPING:
         return
-    known = CONFIG_MAPPING[kind]().to_dict().keys() | _OLDER_FIELDS | (further or {}).keys()
+    objects = {**dict.fromkeys(_ROPES, _ROPE_FIELDS), **(further or {})}
+    known = CONFIG_MAPPING[kind]().to_dict().keys() | _OLDER_FIELDS | objects.keys()
     # As everywhere, null stands for a field that is not there.
     unknown = [name for name, x in values.items() if x is not None and name not in known]
-    for outer, fields in (further or {}).items():
+    for outer, fields in objects.items():
         if fields is not None and isinstance(values.get(outer), dict):
             unknown += [f"{outer}.{name}" for name in values[outer] if name not in fields]
     if unknown:
         names = ", ".join(sorted(unknown))
         number = f"{len(unknown)} field{'s' if len(unknown) > 1 else ''}"
         say(f"{path}: {number} not read, unknown for {kind}: {names}")
+
+    # The readers of rotations believe the first object, and an object before what lies outside.
+    ropes = [values[name] for name in _ROPES if values.get(name)]
+    if len(ropes) > 1 and ropes[0] != ropes[1]:
+        say(f"{path}: rope_scaling and rope_parameters differ; rope_scaling is read")
+    for name in ("rope_theta", "partial_rotary_factor"):
+        one, other = values.get(name), ropes[0].get(name) if ropes else None
+        if None not in (one, other) and one != other:
+            say(f"{path}: {name} is {one}, but {other} within the rotation, which is read")
 
 
 def _is(value: Any, kind: str) -> bool:

@@ -38,8 +38,10 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash
     own = _own_fields(values, path)
     # The head's layers have no window, so one would be silently ignored.
     layer_types = values.get("layer_types") or []
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+    if any(kind != "full_attention" for kind in layer_types):
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
+    if values.get("mlp_bias"):
+        raise UserError(f"{path}: mlp_bias is true, but layers of Qwen3 have none")
     if values.get(_BASE_LAYERS) not in (None, base.num_layers):
         raise UserError(
             f"{path}: {_BASE_LAYERS} is {values[_BASE_LAYERS]!r}, but the base has "
@@ -207,6 +209,7 @@ LAYOUT = Layout(
     config_fields=config_fields,
     check_exportable=check_exportable,
     family="qwen3",
+    classes=("DFlashDraftModel", "DFlash2DraftModel"),
     # Unknown fields of the object are refused.
     fields=dict.fromkeys((FIELDS, _BLOCK, _BASE_LAYERS, "mlp_bias")),
 )

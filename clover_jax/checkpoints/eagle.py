@@ -70,6 +70,8 @@ _METHOD = {
     "use_mtp_layernorm": False,
 }
 _OWN_FIELDS = dict.fromkeys(("bias", "qkv_bias"))
+_CLASSES = ("LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM")
+_CLASSES3 = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
 _EAGLE3_FIELDS = {
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size", "qkv_bias", STATES, *_METHOD)),
     "eagle_config": {STATES, *_METHOD},
@@ -257,6 +259,7 @@ EAGLE = Layout(
     check_exportable=check_eagle,
     copies={EMBEDDING: "embedding"},
     fields=_OWN_FIELDS,
+    classes=_CLASSES,
 )
 # Variants for two servers, which are written differently; when read, they are all EAGLE.
 VLLM = dataclasses.replace(
@@ -287,6 +290,7 @@ EAGLE3 = Layout(
     more_tensors=vocabulary_tensors,
     optional=(OFFSETS, KEPT),
     fields=_EAGLE3_FIELDS,
+    classes=_CLASSES3,
 )
 EAGLE3_TPU = dataclasses.replace(
     EAGLE3,
@@ -445,6 +449,7 @@ SPECULATORS = Layout(
         "--to=eagle_vllm writes one that it reads"
     ),
     fields=_SPECULATORS_FIELDS,
+    classes=("EagleSpeculator",),
 )
 SPECULATORS_EAGLE3 = Layout(
     name="speculators_eagle3",
@@ -458,4 +463,5 @@ SPECULATORS_EAGLE3 = Layout(
     more_tensors=vocabulary_tensors,
     optional=(OFFSETS, KEPT),
     fields=_SPECULATORS_FIELDS,
+    classes=("Eagle3Speculator", "Eagle3DraftModel"),
 )

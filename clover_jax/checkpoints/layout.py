@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.config_json import tell_unknown
 from clover_jax.checkpoints.llama_config import ORIGINAL, parse_llama_config
 from clover_jax.checkpoints.tensor_map import Leaf
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Layout:
     more_tensors: stored tensors that follow from the config.
     optional: names of redundant tensors that may be stored.
     family: the `model_type` whose fields config.json has.
+    classes: architectures that its tools write; others are named. Empty for any.
     fields: further fields, which are read or which servers write for themselves; see
         `tell_unknown`. Others are named.
     file: the name of the weights' file.
@@ -52,9 +55,25 @@ class Layout:
     more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     optional: tuple[str, ...] = ()
     family: str = "llama"
+    classes: tuple[str, ...] = ()
     fields: Mapping[str, Set[str] | None] = dataclasses.field(default_factory=dict)
     file: str = "model.safetensors"
     warning: str | None = None
+
+
+# A head's `model_type` that says no more than its layout, in addition to the kind's own name.
+_PLAIN_TYPES = {None, "speculators", "speculator_model", "dflash"}
+
+
+def tell_unread(values: dict[str, Any], path: Path, layout: Layout) -> None:
+    """Name the fields of a head's config that neither its reader nor the layout's tools know."""
+    tell_unknown(values, path, layout.family, layout.fields)
+    kind, classes = values.get("model_type"), values.get("architectures") or []
+    if kind not in _PLAIN_TYPES | {layout.family, layout.kind}:
+        say(f"{path}: model_type {kind!r} is not read: its layers are those of {layout.family}")
+    strange = [name for name in classes if layout.classes and name not in layout.classes]
+    if strange:
+        say(f"{path}: architectures {strange} is read as {layout.classes[0]} ({layout.name})")
 
 
 def refuse_draft_vocabulary(config: DrafterConfig, layout: str) -> None:

@@ -145,10 +145,15 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, Te
     ignored = checkpoint.family.ignored.replace("<layers>", layers)
     harmless = [r".*\.rotary_emb\.inv_freq", ignored]
     harmless += [r"lm_head\.weight"] * checkpoint.config.tie_word_embeddings
+    wanted = stored_shapes(checkpoint.leaves)
     files.check(
-        stored_shapes(checkpoint.leaves),
+        wanted,
         harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless),
     )
+    of_others = re.compile(ignored)
+    left = [name for name in files.shapes if name not in wanted and of_others.fullmatch(name)]
+    if left:
+        say(f"{directory}: {len(left)} tensors not read, which text does not need: {left[0]} ...")
     return _as_stored(directory, checkpoint, files), files
 
 
@@ -251,6 +256,7 @@ _FAMILIES = (
 )
 ARCHITECTURES = {name: family for name, _, family in _FAMILIES}
 MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
+_TYPES_OF = {name: {kind for each, kind, _ in _FAMILIES if each == name} for name in ARCHITECTURES}
 
 
 class Checkpoint(NamedTuple):
@@ -278,26 +284,44 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     values = read_config(path)
     # To the decoder all weights are plain: `TensorFiles` dequantizes them.
     quantization = read_quantization(values, path)
-    family = ARCHITECTURES[architecture_of(values, path)]
+    name, kind = architecture_of(values, path), values.get("model_type")
+    family = ARCHITECTURES[name]
+    if kind is not None and not {kind, None} & _TYPES_OF[name]:
+        say(f"{path}: model_type {kind!r} is not that of {name}, as which it is read")
     config = family.parse(values, path)
-    tell_unknown(values, path, values.get("model_type"))
+    for fields in (values, values.get("text_config") or {}):
+        tell_unknown(fields, path, fields.get("model_type"))
     # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
     # one id, and this the end of a turn too.
     newer = directory / "generation_config.json"
     ids = eos_ids(read_config(newer), newer) if newer.is_file() else None
     if ids is not None:
+        lost = sorted(set(config.eos_token_ids) - set(ids))
+        if lost:
+            say(f"{path}: eos_token_id {lost} does not end texts, as {newer.name} names {ids} only")
         config = dataclasses.replace(config, eos_token_ids=ids)
+    config = _known_ends(config, path)
     # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
     adjust = functools.partial(family.adjust, values)
     return Checkpoint(family, config, family.leaves(config), adjust, quantization)
+
+
+def _known_ends(config: BaseConfig, path: Path) -> BaseConfig:
+    """Return a config without ids that end no text, since no token has them, and name these."""
+    known = tuple(id_ for id_ in config.eos_token_ids if 0 <= id_ < config.vocab_size)
+    if known != config.eos_token_ids:
+        unknown = [id_ for id_ in config.eos_token_ids if id_ not in known]
+        say(
+            f"{path}: eos_token_id {', '.join(f'{id_!s:.20}' for id_ in unknown)} is no token of "
+            f"the vocabulary, 0 to {config.vocab_size - 1}, and ends no text"
+        )
+    return dataclasses.replace(config, eos_token_ids=known)
 
 
 def architecture_of(values: dict[str, Any], path: Path) -> str:
     """Return the supported architecture that a config names; raises UserError for any other."""
     # transformers writes a list, and some exports leave it out.
     names = values.get("architectures") or []
-    if not isinstance(names, list):
-        raise UserError(f"{path}: architectures must be a list of names, not {names!r}")
     if not names and values.get("model_type") in MODEL_TYPES:
         return MODEL_TYPES[values["model_type"]]
     # A config may name several classes; one that is known is enough.

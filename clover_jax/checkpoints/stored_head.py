@@ -29,8 +29,8 @@ from clover_jax.checkpoints.card import (
     read_card,
     read_leaf,
 )
-from clover_jax.checkpoints.config_json import read_config, tell_unknown
-from clover_jax.checkpoints.layout import Layout
+from clover_jax.checkpoints.config_json import read_config
+from clover_jax.checkpoints.layout import Layout, tell_unread
 from clover_jax.checkpoints.layouts import NATIVE, recognise
 from clover_jax.checkpoints.loading import place_as
 from clover_jax.checkpoints.sources import find_directory, found_below
@@ -126,7 +126,7 @@ def open_head(
     path = directory / "config.json"
     values = read_config(path)
     stored = layout.parse_config(values, path, base.config)
-    tell_unknown(values, path, layout.family, layout.fields)
+    tell_unread(values, path, layout)
     # Some heads were trained with another rotary base than the one in their config.
     if rope_theta:
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)

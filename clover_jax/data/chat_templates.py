@@ -29,6 +29,7 @@ from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.data.records import LABELS, Conversation, Message, Record, Text, is_text, shown
 from clover_jax.errors import UserError
 from clover_jax.runtime.files import read_json_object
+from clover_jax.runtime.progress import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,6 +70,8 @@ def with_chat_template(
             )
         # Newlines at the ends of the file are the editor's, not the template's.
         tokenizer.chat_template = path.read_text(encoding="utf-8").strip("\n")
+    elif tokenizer is not None:
+        _tell_two_templates(Path(tokenizer.name_or_path))
     # Tried once here: a template that breaks the limits would fail row by row.
     if tokenizer is not None and tokenizer.chat_template is not None:
         # A template may refuse this conversation, for want of a system's message perhaps.
@@ -79,6 +82,16 @@ def with_chat_template(
 
 
 CLOCK = "template_time"  # in what a run records of its identity
+
+
+def _tell_two_templates(directory: Path) -> None:
+    """Say which of two chat templates in a tokenizer's folder is used, where they differ."""
+    file, settings = directory / "chat_template.jinja", directory / "tokenizer_config.json"
+    if not file.is_file() or not settings.is_file():
+        return
+    other = read_json_object(settings).get("chat_template")
+    if other and other != file.read_text(encoding="utf-8"):
+        say(f"{settings} has another chat_template than {file.name}, which is used")
 
 
 @contextlib.contextmanager
@@ -127,6 +140,16 @@ def template_notice(
         elif isinstance(row, Text | Prompt):
             texts.append(row.text or "")
     notices = [_foreign_marks(texts, tokenizer), _unread_keys(conversations, tokenizer)]
+    roles = [
+        row.messages[0]["role"]
+        for row in conversations
+        if isinstance(row, Conversation) and row.messages
+    ]
+    num_begun = roles.count("assistant") if tokenizer.chat_template is not None else 0
+    if num_begun:
+        notices.append(
+            f"{num_begun} conversations begin with messages of the assistant, which are left out"
+        )
     return "; ".join(filter(None, notices)) or None
 
 
@@ -186,6 +209,8 @@ def _keys_in(row: Conversation | Prompt) -> Iterator[str]:
     turns = (turn for turn in getattr(row, "turns", None) or () if not isinstance(turn, str))
     for message in (*(row.messages or ()), *itertools.chain.from_iterable(turns)):
         yield from message.keys() - {"role", "content"}
+        if isinstance(message.get("content"), list):
+            yield from {key for part in message["content"] for key in part} - {"type", "text"}
 
 
 def render_template(

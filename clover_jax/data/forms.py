@@ -248,7 +248,7 @@ def _content(value: Any, place: str) -> str | list[dict[str, Any]]:
                 f"{place}[{index}] has the type {shown(kind)}; only text parts are supported"
             )
         text = _text(part.get("text"), f"{place}[{index}].text")
-        parts.append({"type": "text", "text": text})
+        parts.append({**part, "type": "text", "text": text})
     return parts
 
 

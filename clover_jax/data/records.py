@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clover_jax.errors import UserError
+from clover_jax.runtime.files import unique_keys
 from clover_jax.runtime.progress import say
 
 HELDOUT_FRACTION = 0.05
@@ -204,7 +205,7 @@ def parse_line(line: bytes, source: str) -> Any:
     """Return the JSON value of one line; raises UserError naming `source` for none."""
     # Some editors begin a file with a byte-order mark, which utf-8-sig drops.
     try:
-        return json.loads(line.decode("utf-8-sig"))
+        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: not UTF-8 text ({error})") from None
     except RecursionError:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from clover_jax.data.forms import is_row
 from clover_jax.data.records import open_rows, plain_name, shown
 from clover_jax.errors import UserError, reason_of
+from clover_jax.runtime.files import unique_keys
 from clover_jax.runtime.progress import say
 from clover_jax.runtime.row_writer import is_row_manifest
 
@@ -126,8 +127,12 @@ def table_rows(path: Path) -> Iterator[tuple[str, Any]]:
     for batch in _batches(path):
         for row in batch.to_pylist():
             number += 1
-            # Times and the like, which JSON lacks, become text.
-            yield f"{path}:{number}", json.loads(json.dumps(row, default=str))
+            yield f"{path}:{number}", json.loads(json.dumps(row, default=_in_json))
+
+
+def _in_json(value: Any) -> Any:
+    """Return what stands for a value that JSON lacks: text of a time, no text of a picture."""
+    return {"bytes": len(value)} if isinstance(value, bytes) else str(value)
 
 
 def _batches(path: Path) -> Iterator[Any]:
@@ -183,7 +188,7 @@ def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
         return None
     is_json = plain_name(path).endswith(".json")
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:
         # Several values one a line, something torn, or no JSON at all.
         first, *others = filter(str.strip, text.split("\n"))

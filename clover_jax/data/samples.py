@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 # Sections of long texts are shuffled apart: a batch should not come from one document.
 CHARS_PER_TOKEN = 3
-# Shares of samples: fewer rows may be cut without a word, and fewer refused rows left out.
-UNREMARKED_CUT = 0.05
+# A smaller share of samples may be refused, and is left out.
 MAX_REFUSED = 0.05
 LOOKED_AT = 64  # samples of data that are not all read beforehand
 
@@ -210,8 +209,12 @@ class SampleCounts:
     def warnings(self, samples: RecordSamples) -> list[str]:
         """Return warnings about samples that can be trained on."""
         lines = []
-        # A few long ones are in every data set; a user can do little about them.
-        if self.cut > UNREMARKED_CUT * self.conversations:
+        if self.without_answer:
+            lines.append(
+                f"{self.without_answer} of {self.samples} samples have no answer to learn from and "
+                "are left out"
+            )
+        if self.cut:
             lines.append(
                 f"{self.cut} of {self.conversations} conversations are longer than "
                 f"--seq_len={samples.seq_len} and are cut: each piece is trained without the text "

@@ -293,18 +293,20 @@ def _places(models: Models) -> list[Path]:
     return places if folder is None else [folder / FILE, *places]
 
 
-def _entries(path: Path) -> list[dict[str, Any]]:
+def _entries(path: Path, tell: bool = False) -> list[dict[str, Any]]:
     try:
         entries = list(read_json_object(path)["choices"])
         return [entry for entry in entries if {"key", "tree", "tokens_per_second"} <= set(entry)]
-    except (UserError, KeyError, TypeError):
+    except (UserError, KeyError, TypeError) as error:
+        if tell and path.is_file():
+            say(f"{path} is not read and will be written again: {error}")
         return []
 
 
 def _remember(places: Sequence[Path], entry: dict[str, Any]) -> Path | None:
     """Add a choice to the first file that can be written, and return its path."""
     for path in places:
-        choices = [*_entries(path), entry]
+        choices = [*_entries(path, tell=True), entry]
         try:
             with atomic_file(path) as unfinished:
                 unfinished.write_text(json.dumps({"choices": choices}, indent=1) + "\n")

@@ -344,7 +344,7 @@ def _read_tree(name: str, path: Path) -> TreeConfig:
         return TreeConfig(name, tuple(map(tuple, paths)))
     except OSError as error:
         raise UserError(f"tree file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"tree file {path} must hold a JSON list of rank paths like [[0], [1], [0, 0]]: {error}"
         ) from error

@@ -197,10 +197,23 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raises ValueError for a key that is there twice.
+
+    Readers would take different ones of the two.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r} is there twice")
+    return found
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raises UserError where there is none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique_keys)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
     except RecursionError as error:

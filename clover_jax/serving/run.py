@@ -21,6 +21,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from clover_jax.checkpoints.quantization import quantization_notice
 from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.data.chat_templates import template_text, words_of
+from clover_jax.data.records import shown
 from clover_jax.decoding.models import Models, load, tree_notice
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import NO_DRAFT
@@ -234,6 +235,16 @@ def _start(options: ServeOptions) -> Ready:
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 
+# What is read of generation_config.json, and what decoding does not need.
+# Of generation_config.json: all but the two of OpenAI's that Hugging Face does not know, as vLLM
+# reads the file; and fields that need nothing here.
+_PUBLISHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_HARMLESS = frozenset(
+    ("do_sample", "eos_token_id", "bos_token_id", "pad_token_id")
+    + ("transformers_version", "_from_model_config", "max_length", "max_new_tokens")
+)
+
+
 def published_sampling(directory: Path) -> SamplingParams:
     """Return the sampling that a base's generation_config.json names, temperature 1 without one.
 
@@ -241,9 +252,13 @@ def published_sampling(directory: Path) -> SamplingParams:
     """
     path = directory / "generation_config.json"
     values = read_json_object(path) if path.is_file() else {}
-    # All but the two of OpenAI's that Hugging Face does not know, as vLLM reads the file.
-    read = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
-    found = {name: values.get(name) for name in read}
+    # Others may change the scores too.
+    known = {*_PUBLISHED, *_HARMLESS}
+    others = {name: x for name, x in values.items() if x is not None and name not in known}
+    if others:
+        listed = ", ".join(f"{name} {shown(value)}" for name, value in others.items())
+        say(f"{path}: {len(others)} settings are not applied: {listed}")
+    found = {name: values.get(name) for name in _PUBLISHED}
     given = {name: value for name, value in found.items() if value is not None}
     try:
         check_values(SamplingParams, given)

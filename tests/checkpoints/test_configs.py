@@ -252,7 +252,11 @@ def test_gemmas_layers_alternate(read, architecture, changes, windows, thetas):
         ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "softcapping must be a positive numb"),
         ("Gemma3ForConditionalGeneration", {"text_config": None}, "text_config must be an object"),
-        ("LlamaForCausalLM", {"architectures": "Llama"}, "architectures must be a list of names"),
+        (
+            "LlamaForCausalLM",
+            {"architectures": "Llama"},
+            "architectures must be a list, not 'Llama'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(read, architecture, changes, message):

@@ -70,6 +70,16 @@ def test_round_trip_is_exact(written, tmp_path, base, config, params):
     assert_trees_equal(load_draft(tmp_path / "head", base, jnp.bfloat16).params, narrow)
 
 
+def test_files_and_fields_that_are_not_read_are_named(folder, base, capsys):
+    edit_json(folder / "draft.json", notes="mine", tau=3)
+    (folder / "params" / ".DS_Store").write_bytes(b"x")
+    load_draft(folder, base)
+    assert capsys.readouterr().err == (
+        f"{folder}/draft.json: 2 fields not read, unknown here: notes, tau\n"
+        f"{folder}/params: 1 files not read, unknown to draft.json: .DS_Store\n"
+    )
+
+
 def test_saving_again_replaces_the_whole(folder, base, config, params):
     other = jax.tree.map(lambda leaf: leaf + 1, params)
     save_draft(folder, config, other, "chain:3", fingerprint(base), {})
@@ -147,10 +157,14 @@ def test_a_spoiled_card_is_named(folder, base, changes, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"layer": None}, r"draft\.json: 'NoneType' object has no attribute"),
-        ({"layer": []}, r"draft\.json: 'list' object has no attribute"),
-        ({"features": None}, r"json: no head can be built from its drafter \(.*\); was it edited"),
-        ({"num_positions": 1.5}, r"draft\.json: no head can be built from its .* \(Shapes must"),
+        ({"layer": None}, r"draft\.json: layer must be an object, not None"),
+        ({"features": "x"}, r"draft\.json: features must be a list, not 'x'"),
+        ({"features": ["x"]}, r"draft\.json: features have 'x'; they are pre_norm, post_norm and"),
+        ({"features": []}, r"json: no head can be built from its drafter \(.*\); was it edited"),
+        ({"num_positions": 1.5}, r"draft\.json: num_positions must be a whole number, not 1.5"),
+        ({"num_positions": 10**9}, r"num_positions \(1000000000\) must lie in 0 .. 10000"),
+        ({"max_depth": 0}, r"draft\.json: max_depth \(0\) must be at least 1"),
+        ({"embedding_scale": True}, r"embedding_scale must be a number, not True"),
     ],
 )
 def test_a_config_of_the_wrong_types_is_named(folder, base, config, change, message):

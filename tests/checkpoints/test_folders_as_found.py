@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.checkpoints.layouts import LAYOUTS
-from clover_jax.checkpoints.loading import load_base, read_checkpoint
+from clover_jax.checkpoints.loading import ARCHITECTURES, load_base, read_checkpoint
 from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.drafters import registry
@@ -290,26 +290,6 @@ def test_the_type_of_a_field_is_checked_before_its_value(folder, name, odd, mess
         load_base(str(folder))
 
 
-@pytest.mark.parametrize(
-    "reference", ["clover2_reference", "eagle3_reference", "dflash2_reference"]
-)
-def test_odd_values_in_a_heads_config_are_read_or_refused_in_one_line(
-    fixtures_dir, tmp_path, reference
-):
-    base = load_base(str(fixtures_dir / "clover2_reference" / "base"))
-    source = next(
-        path
-        for path in (fixtures_dir / reference).rglob("config.json")
-        if path.parent.name != "base"
-    ).parent
-    head = copy_of(source, tmp_path / "head")
-    values = json.loads((head / "config.json").read_text())
-    for name in values:
-        for odd in ODD[:-1]:
-            (head / "config.json").write_text(json.dumps(values | {name: odd}))
-            mistake_of(lambda: load_draft(str(head), base, allow_base_mismatch=True))
-
-
 def test_fields_that_nobody_knows_are_named(folder, capsys):
     edit_json(folder / "config.json", num_local_experts=4, unknown_key={})
     load_base(str(folder))
@@ -317,6 +297,56 @@ def test_fields_that_nobody_knows_are_named(folder, capsys):
         f"{folder}/config.json: 2 fields not read, unknown for llama: num_local_experts, "
         "unknown_key\n"
     )
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        (
+            {"rope_scaling": YARN | {"extra": 1}},
+            "1 field not read, unknown for llama: rope_scaling.e",
+        ),
+        (
+            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}},
+            "differ; rope_scaling is r",
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta is 10000.0, but 500000.0 within the",
+        ),
+        ({"eos_token_id": [2, 5]}, r"eos_token_id \[5\] does not end texts, as generation_config"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_named(folder, capsys, fields, said):
+    (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
+    read_checkpoint(folder)
+    assert capsys.readouterr().err == ""
+    edit_json(folder / "config.json", **fields)
+    read_checkpoint(folder)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"{folder}/config.json: .*{said}", line)
+
+
+def test_tensors_that_a_family_leaves_out_are_counted(folder, monkeypatch, capsys):
+    family = dataclasses.replace(ARCHITECTURES["LlamaForCausalLM"], ignored=r"mtp\..*")
+    monkeypatch.setitem(ARCHITECTURES, "LlamaForCausalLM", family)
+    extra = {"mtp.fc.weight": np.ones(2, np.float32), "mtp.norm.weight": np.ones(2, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    load_base(str(folder))
+    said = f"{folder}: 2 tensors not read, which text does not need: mtp."
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_a_key_that_stands_twice_is_refused(folder):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text('{"hidden_size": 64, ' + text.lstrip()[1:])
+    with pytest.raises(
+        UserError, match="config.json is not JSON: the key 'hidden_size' is there tw"
+    ):
+        load_base(str(folder))
 
 
 FOREIGN = ("eagle3", "dflash2", "clover2", "eagle", "medusa", "medusa_vllm", "speculators")

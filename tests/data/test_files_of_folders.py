@@ -1,6 +1,7 @@
 """Which files of a folder are read, and that those that are not are named with their number."""
 
 import bz2
+import datetime
 import importlib
 import json
 import os
@@ -144,6 +145,15 @@ def test_tables_are_read_by_pyarrow(tmp_path):
         (tmp_path / name).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(UserError, match=f"{name}: not a whole"):
             list(row_files.table_rows(tmp_path / name))
+
+
+def test_bytes_of_a_table_are_not_text(tmp_path):
+    table = pyarrow.Table.from_pylist([{"text": b"\x89PNG", "day": datetime.date(2024, 1, 2)}])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    ((_, row),) = row_files.table_rows(tmp_path / "a.parquet")
+    assert row == {"text": {"bytes": 4}, "day": "2024-01-02"}
+    with pytest.raises(UserError, match=r'text must be text, not {"bytes": 4}'):
+        read_records(str(tmp_path / "a.parquet"))
 
 
 def test_zstd_is_read(tmp_path):

@@ -139,6 +139,7 @@ def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):
     "content, message",
     [
         (b"{", r"a.jsonl:1: not JSON"),
+        (b'{"text": "a", "text": "b"}', r"a.jsonl:1: not JSON \(the key 'text' is there twice\)"),
         (b"\xff\xff", "a.jsonl: not UTF-8|a.jsonl:1: not"),
         (b"", "holds no records"),
     ],

@@ -7,6 +7,7 @@ from clover_jax.data.samples import RecordSamples, look_at
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from tests.data.conversations import conversation
+from tests.tiny_checkpoints import edit_json
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))
@@ -65,7 +66,9 @@ def test_data_that_count_no_token_but_the_last_of_a_row_are_refused():
 def test_a_greeting_without_a_question_is_no_lost_answer(tmp_path):
     tokenizer = tokenizer_with(tmp_path, CHAT_TEMPLATE)
     records = [conversation("f", (("assistant", "hello"),)), conversation("f", ASK)]
-    assert look_at(RecordSamples(records, tokenizer, 300, 64)).without_answer == 1
+    samples = RecordSamples(records, tokenizer, 300, 64)
+    (line,) = look_at(samples).warnings(samples)
+    assert line == "1 of 2 samples have no answer to learn from and are left out"
 
 
 def test_too_many_long_conversations_are_refused_with_the_longest_named():
@@ -183,11 +186,16 @@ def test_the_vicuna_template_renders_as_the_model_was_tuned(tmp_path):
     assert text.endswith("USER: the hat ASSISTANT: he had it</s> USER: the ASSISTANT:")
 
 
-def test_a_template_file_is_read_and_a_missing_one_refused(tmp_path):
+def test_a_template_file_is_read_and_a_missing_one_refused(tmp_path, capsys):
     tokenizer = tokenizer_with(tmp_path, None)
     path = tmp_path / "mine.jinja"
     path.write_text(CHAT_TEMPLATE + "\n")
     assert with_chat_template(tokenizer, str(path)).chat_template == CHAT_TEMPLATE
+    # Of two in the folder, transformers reads the file.
+    edit_json(tmp_path / "tokenizer_config.json", chat_template="a")
+    (tmp_path / "chat_template.jinja").write_text("b")
+    assert with_chat_template(load_tokenizer(tmp_path), None).chat_template == "b"
+    assert "has another chat_template than chat_template.jinja" in capsys.readouterr().err
     with pytest.raises(UserError, match="no such file, and none of baichuan2, vicuna"):
         with_chat_template(tokenizer, "alpaca")
     with pytest.raises(UserError, match="no tokenizer files"):

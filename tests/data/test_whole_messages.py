@@ -288,6 +288,19 @@ def test_what_a_template_does_not_read_is_named_with_its_number(tokenizer):
     assert "reasoning_content" not in (template_notice(rows, tokenizer) or "")
 
 
+def test_what_stands_before_the_question_or_within_parts_is_named(tokenizer):
+    part = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    messages = [ANSWER, {"role": "user", "content": [part]}, ANSWER]
+    (record,) = parse_row({"messages": messages}, "f")
+    with_template(tokenizer, PLAIN_ROLES)
+    assert template_notice([record], tokenizer).startswith(
+        'the chat template does not read "cache_control" (1): keys'
+    )
+    assert template_notice([record], tokenizer).endswith(
+        "1 conversations begin with messages of the assistant, which are left out"
+    )
+
+
 MISTRAL_NAMES = "{{ tools }} {{ tool_calls }} {{ tool_call_id }} {{ name }}"
 
 

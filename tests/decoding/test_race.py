@@ -172,12 +172,15 @@ def test_a_choice_is_remembered_next_to_the_head_for_runs_that_are_alike(base, d
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"choices": 3}', '{"choices": [3, {"key": 1}]}'])
-def test_a_file_that_cannot_be_read_is_measured_again(base, draft, rates, text):
+def test_a_file_that_cannot_be_read_is_measured_again(base, draft, rates, text, capsys):
     raced = rates(1.5)
     (draft / "trees.json").write_text(text)
     models = open_models(base, draft)
     assert fastest_tree(models, PROMPTS, 1) == fastest_tree(models, PROMPTS, 1)
     assert len(raced) == 1
+    assert (
+        capsys.readouterr().err.count(f"{draft}/trees.json is not read and will be written ag") == 1
+    )
 
 
 def test_what_cannot_be_written_next_to_a_head_is_kept_in_the_cache_folder(
