@@ -235,7 +235,6 @@ def _start(options: ServeOptions) -> Ready:
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 
-# What is read of generation_config.json, and what decoding does not need.
 # Of generation_config.json: all but the two of OpenAI's that Hugging Face does not know, as vLLM
 # reads the file; and fields that need nothing here.
 _PUBLISHED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
