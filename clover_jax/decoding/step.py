@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int, Params, typed
+from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.accept import (
     Accepted,
@@ -29,6 +28,7 @@ from clover_jax.decoding.accept import (
 )
 from clover_jax.decoding.cache_reading import cache_reader
 from clover_jax.decoding.copies import add_copies, count_copies
+from clover_jax.decoding.emission import append_bonus, cut, sibling_ranks, write_tokens
 from clover_jax.decoding.sampling import (
     NO_TOKEN,
     Scores,
@@ -40,7 +40,7 @@ from clover_jax.decoding.sampling import (
     warp,
 )
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
-from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState, searched
+from clover_jax.decoding.state import RUNNING, DecodeState, searched
 from clover_jax.decoding.tree import (
     SUPPORT,
     ChooseChildren,
@@ -66,12 +66,9 @@ from clover_jax.drafters.drafter import (
 from clover_jax.drafters.registry import TRAINING_FREE, DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache, gather_rows, ordered_after, read_with, write_rows
-from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, project
-from clover_jax.models.int8 import Int8Matrix, Matrix
+from clover_jax.models.decoder import Decoder, base_choices, base_logits
 from clover_jax.models.placement import by_rows, gathered_in_use, over_rows_and_heads
 from clover_jax.models.top_k import argmax
-
-MOST_LOGITS = 2**23  # logits that a GPU holds at a time: 32 MiB, which its cache can keep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -378,7 +375,7 @@ def verify_tree(
     features = tree_features(config, output.hidden)
     if config.sampling.needs_choices_only:
         # Only choices leave this stage, so that a device need not store the logits.
-        return Verified(tree_choices(weights.base, output), fresh, features)
+        return Verified(base_choices(weights.base, output.hidden["post_norm"]), fresh, features)
     logits = base_logits(config.base, weights.base, output.hidden["post_norm"])
     return Verified(logits, fresh, features)
 
@@ -389,46 +386,6 @@ def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
         # No head, or one that reads no features: the state keeps the leaf, with width 0.
         return hidden["post_norm"][..., :0]
     return by_rows(select_features(hidden, config.features))
-
-
-def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:
-    """Return the base's most probable token after every slot, the lowest id among equals.
-
-    A soft cap keeps the order of logits, so it is left out here.
-    """
-    matrix, hidden = frozen_from_base(params).lm_head, output.hidden["post_norm"]
-    # On a mesh each device has a part already; a GPU would widen every part of int8 in memory.
-    if jax.sharding.get_abstract_mesh().size > 1 or isinstance(matrix, Int8Matrix):
-        return largest(matrix, hidden)
-    return jax.lax.platform_dependent(
-        matrix, hidden, cuda=largest_in_parts, rocm=largest_in_parts, default=largest
-    )
-
-
-def largest(matrix: Matrix, hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
-    """Return the id of the largest logit; on TPU the logits are reduced where they are made."""
-    return argmax(project(matrix, hidden))
-
-
-def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
-    """Return the same as `largest`, computed for one part of the vocabulary at a time.
-
-    A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
-    of 128k they are 203 MiB. Slices with constant bounds are read in place, a loop's are copied.
-    """
-    # Keep the best of the parts seen so far.
-    shape, vocabulary = hidden.shape[:-1], matrix.shape[0]
-    # Parts are about equal: a small last part would be merged with another one, and their matrices
-    # copied side by side for that.
-    count = math.ceil(hidden.size // hidden.shape[-1] * vocabulary / MOST_LOGITS)
-    size = 1024 * math.ceil(vocabulary / (1024 * count))
-    best, ids = jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32)
-    for start in range(0, vocabulary, size):
-        logits = project(matrix[start : start + size], hidden)
-        peak = logits.max(axis=-1)
-        ids = jnp.where(peak > best, argmax(logits) + start, ids)  # an equal one later does not win
-        best = jnp.maximum(best, peak)
-    return ids
 
 
 def accept(
@@ -549,87 +506,3 @@ def commit(
         ranks=sibling_ranks(tree.parent, accepted.path[:, 1:]),
         copied=copied,
     )
-
-
-class Emission(struct.PyTreeNode):
-    """The tokens of one step that reach the text.
-
-    count:  [B] how many of the candidates.
-    finish: [B] RUNNING, EOS or LENGTH.
-    """
-
-    count: Int[Array, " B"]
-    finish: Int[Array, " B"]
-
-
-@typed
-def cut(
-    candidates: Int[Array, "B A"],
-    count: Int[Array, " B"],
-    room: Int[Array, " B"],
-    eos: Int[Array, "B E"],
-) -> Emission:
-    """Cut `count` candidate tokens after the first EOS and at the room that is left.
-
-    Example: candidates [[4, 2, 9]], count [3], room [8], eos [[2]] emit 2 tokens, finish EOS.
-    """
-    # An EOS token is emitted, what follows it is not; room counts what may still be emitted.
-    slots = jnp.arange(candidates.shape[1])
-    ends = (candidates[..., None] == eos[:, None, :]).any(axis=-1) & (slots < count[:, None])
-    # Tokens up to and with the first EOS; without an EOS, more than there are candidates.
-    first_end = jnp.where(ends, slots, candidates.shape[1]).min(axis=-1) + 1
-    emitted = jnp.minimum(jnp.minimum(count, first_end), room)
-    # Where an EOS takes the last free place, the reason is EOS, not LENGTH.
-    finish = jnp.where(emitted == room, LENGTH, RUNNING)
-    finish = jnp.where(first_end <= emitted, EOS, finish)
-    return Emission(count=emitted, finish=finish)
-
-
-@typed
-def write_tokens(
-    tokens: Int[Array, "B S"], new: Int[Array, "B A"], start: Int[Array, " B"]
-) -> Int[Array, "B S"]:
-    """Write new tokens at positions start[b] .. start[b] + A - 1 of each row.
-
-    For TPU by comparing positions: a slice that is written becomes a loop over the rows there, 7 us
-    for each row of a step (the compiler's estimate for a v6e).
-
-    Example: tokens [[5, 6, 0, 0]], new [[7, 8]] and start [1] give [[5, 7, 8, 0]].
-    """
-    by_slice = jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at,)))
-    return jax.lax.platform_dependent(tokens, new, start, tpu=_by_position, default=by_slice)
-
-
-def _by_position(tokens: Array, new: Array, start: Array) -> Array:
-    place = jnp.arange(tokens.shape[1]) - start[:, None]
-    # `new` has few tokens: each costs one comparison with all positions.
-    for index in range(new.shape[1]):
-        tokens = jnp.where(place == index, new[:, index, None], tokens)
-    return tokens
-
-
-@typed
-def sibling_ranks(parent: Int[Array, "r T"], slots: Int[Array, "B d"]) -> Int[Array, "B d"]:
-    """Return how many siblings of each slot come before it in the tree; r is B or 1.
-
-    Example: parent [[-1, 0, 0, 1, 0]] and slots [[4, 3, 2]] give [[2, 0, 1]].
-    """
-    parent = jnp.broadcast_to(parent, (slots.shape[0], parent.shape[1]))
-    mine = jnp.take_along_axis(parent, slots, axis=1)
-    # Siblings of a slot have its parent; slots lie in the order of ranks.
-    before = jnp.arange(parent.shape[1]) < slots[..., None]
-    return ((parent[:, None] == mine[..., None]) & before).sum(axis=-1)
-
-
-@typed
-def append_bonus(
-    drafted: Int[Array, "B d"], count: Int[Array, " B"], bonus: Int[Array, " B"]
-) -> Int[Array, "B A"]:
-    """Put the bonus token right after the first `count` drafted tokens; the rest is garbage.
-
-    Example: drafted [[7, 8, 0]], count [2], bonus [4] gives [[7, 8, 4, 4]].
-    """
-    slots = jnp.arange(drafted.shape[1] + 1)
-    # Room for a bonus behind a path of full depth.
-    padded = jnp.pad(drafted, ((0, 0), (0, 1)))
-    return jnp.where(slots < count[:, None], padded, bonus[:, None])

@@ -7,6 +7,7 @@ verification (a token tree after a cache): they differ in mask and positions onl
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,9 @@ from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
 from clover_jax.models.score_rules import ScoreRules, soft_cap
+from clover_jax.models.top_k import argmax
+
+MOST_LOGITS = 2**23  # logits that a GPU holds at a time: 32 MiB, which its cache can keep
 
 # (query, fresh, fresh_mask, cache, length, rules) -> mixed values, as `attend` does it
 Attend = Callable[..., Array]
@@ -261,8 +265,51 @@ def base_logits(
     config: BaseConfig, params: Params, hidden: Float[Array, "*b D"]
 ) -> Float[Array, "*b V"]:
     """Return the base's logits of its states after the final norm."""
-    lm_head = params.get("lm_head", params["embedding"])  # a tied base has one matrix for both
-    return project(lm_head, hidden, config.logit_cap)
+    return project(_output_matrix(params), hidden, config.logit_cap)
+
+
+def _output_matrix(params: Params) -> Matrix:
+    return params.get("lm_head", params["embedding"])  # a tied base has one matrix for both
+
+
+def base_choices(params: Params, hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the base's most probable token after each state, the lowest id among equals.
+
+    A soft cap keeps the order of logits, so it is left out here.
+    """
+    matrix = _output_matrix(params)
+    # On a mesh each device has a part already; a GPU would widen every part of int8 in memory.
+    if jax.sharding.get_abstract_mesh().size > 1 or isinstance(matrix, Int8Matrix):
+        return largest(matrix, hidden)
+    return jax.lax.platform_dependent(
+        matrix, hidden, cuda=largest_in_parts, rocm=largest_in_parts, default=largest
+    )
+
+
+def largest(matrix: Matrix, hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the id of the largest logit; on TPU the logits are reduced where they are made."""
+    return argmax(project(matrix, hidden))
+
+
+def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the same as `largest`, computed for one part of the vocabulary at a time.
+
+    A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
+    of 128k they are 203 MiB. Slices with constant bounds are read in place, a loop's are copied.
+    """
+    # Keep the best of the parts seen so far.
+    shape, vocabulary = hidden.shape[:-1], matrix.shape[0]
+    # Parts are about equal: a small last part would be merged with another one, and their matrices
+    # copied side by side for that.
+    count = math.ceil(hidden.size // hidden.shape[-1] * vocabulary / MOST_LOGITS)
+    size = 1024 * math.ceil(vocabulary / (1024 * count))
+    best, ids = jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32)
+    for start in range(0, vocabulary, size):
+        logits = project(matrix[start : start + size], hidden)
+        peak = logits.max(axis=-1)
+        ids = jnp.where(peak > best, argmax(logits) + start, ids)  # an equal one later does not win
+        best = jnp.maximum(best, peak)
+    return ids
 
 
 @jax.custom_vjp

@@ -16,6 +16,13 @@ from hypothesis import strategies as st
 from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
 from clover_jax.decoding import programs
 from clover_jax.decoding.accept import Accepted
+from clover_jax.decoding.emission import (
+    _by_position,
+    append_bonus,
+    cut,
+    sibling_ranks,
+    write_tokens,
+)
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.programs import Placement, decode_chunk
 from clover_jax.decoding.requests import Request
@@ -24,15 +31,10 @@ from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
 from clover_jax.decoding.step import (
     StepConfig,
     Weights,
-    _by_position,
-    append_bonus,
     commit,
-    cut,
-    sibling_ranks,
     speculate_and_verify,
     verify_tree,
     weights_for,
-    write_tokens,
 )
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding import accept, programs, step
+from clover_jax.decoding import accept, programs
 from clover_jax.decoding.accept import accept_typical
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import (
@@ -21,12 +21,13 @@ from clover_jax.decoding.requests import (
 )
 from clover_jax.decoding.sampling import TOKEN, RowSampling, draw, finite_log_softmax, gumbel, warp
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, SamplingParams
-from clover_jax.decoding.step import StepConfig, largest, largest_in_parts
+from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.errors import UserError
-from clover_jax.models.decoder import project
+from clover_jax.models import decoder
+from clover_jax.models.decoder import largest, largest_in_parts, project
 from tests.decoding.reference import _logits
 from tests.tiny_models import (
     SMALL_TREE,
@@ -141,7 +142,7 @@ def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_c
 
 
 def test_parts_of_the_vocabulary_give_the_same_choices(monkeypatch):
-    monkeypatch.setattr(step, "MOST_LOGITS", 1024)
+    monkeypatch.setattr(decoder, "MOST_LOGITS", 1024)
     matrix = jax.random.normal(jax.random.key(0), (2500, 16))  # the last part is a shorter one
     hidden = jax.random.normal(jax.random.key(1), (3, 40, 16))
     found = largest_in_parts(matrix, hidden)
