@@ -199,7 +199,10 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         # Messages begin with the place in the body, or with a value that is too large.
         names = r"temperature|(top|min)_p|\w+_penalty|(prompt|messages|logit_bias)[^:]*(?=:)"
-        place = re.match(names, str(error))
-        return ApiError(str(error), param=place and place[0])
+        # A row that fails later names its prompt first.
+        words = re.sub(r"^(prompt|messages)[^:]*: (?=structured_outputs:)", "", str(error))
+        names += "|structured_outputs(?=:)"
+        place = re.match(names, words)
+        return ApiError(words, param=place and place[0])
     # A bug: its message may quote anything, and is for the log alone.
     return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

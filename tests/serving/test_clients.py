@@ -4,14 +4,16 @@ pip install -e '.[test,clients]'; python -m pytest -n0 -m servers tests/serving/
 """
 
 import asyncio
+from typing import Literal
 
+import pydantic
 import pytest
 
 from clover_jax.serving.calls import Style
 from tests.serving.asking import Scripted, scripted_app
 from tests.serving.conftest import AREA, CLOSE, KEY, KINDS, MESSAGES
 
-httpx = pytest.importorskip("httpx", reason="pip install -e '.[clients]'")
+httpx = pytest.importorskip("httpx2", reason="pip install -e '.[clients]'")
 openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
 pytestmark = pytest.mark.servers
 
@@ -82,6 +84,53 @@ def test_calls_of_tools_whole_and_streamed():
     assert events.count("tool_calls.function.arguments.done") == 2
 
 
+class Point(pydantic.BaseModel):
+    x: int = pydantic.Field(ge=0, le=99)
+    kind: Literal["a", "b"]
+
+
+def test_answers_are_parsed(ask):
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "temperature": 1}
+    for seed in range(3):
+        answer = ask.chat.completions.parse(response_format=Point, seed=seed, **body)
+        assert isinstance(answer.choices[0].message.parsed, Point)
+    with ask.chat.completions.stream(response_format=Point, seed=3, **body) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Point)
+
+
+def test_penalties(ask):
+    def text(**penalties):
+        answer = ask.chat.completions.create(messages=MESSAGES, **GREEDY, **penalties)
+        return answer.choices[0].message.content
+
+    texts = {text(), text(frequency_penalty=2.0), text(extra_body={"repetition_penalty": 1.3})}
+    assert len(texts) == 3
+    assert text(extra_body={"min_p": 0.5}) == text()
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty .* must lie in -2 .. 2"):
+        text(frequency_penalty=3)
+
+
+def test_a_loop_of_calls_that_must_be(ask):
+    """A grammar forces the calls: so small a base writes none by itself."""
+    tools = [openai.pydantic_function_tool(Point, name=name) for name in ("near", "far")]
+    messages = list(MESSAGES[1:])
+    for seed in range(3):
+        answer = ask.chat.completions.create(
+            **GREEDY | {"temperature": 1, "max_tokens": 150, "seed": seed},
+            messages=messages,
+            tools=tools[:1],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        )
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.name == "near"
+        point = Point.model_validate_json(call.function.arguments)
+        # The template of the tests writes contents alone.
+        said = {"role": "tool", "tool_call_id": call.id, "content": str(point.x)}
+        messages = [*MESSAGES[1:], message.model_dump(exclude_none=True), said]
+
+
 def test_streams(ask, alone):
     with ask.completions.create(prompt=AREA, stream=True, **GREEDY) as chunks:
         assert "".join(chunk.choices[0].text for chunk in chunks) == alone[0]["text"]
@@ -122,9 +171,10 @@ def test_refusals_are_the_client_s_own_errors(server, ask):
     with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
         ask.completions.create(prompt=AREA, model="gpt-4")
     assert refused.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="tools: .* no place for it") as refused:
-        ask.chat.completions.create(messages=MESSAGES, tools=TOOLS, **GREEDY)
-    assert refused.value.param == "tools"
+    documents = {"documents": [{"text": "a"}]}
+    with pytest.raises(openai.BadRequestError, match="documents: .* no place for it") as refused:
+        ask.chat.completions.create(messages=MESSAGES, extra_body=documents, **GREEDY)
+    assert refused.value.param == "documents"
 
 
 def test_a_full_queue_is_a_rate_limit(server, ask):
@@ -153,5 +203,7 @@ def test_langchain_invokes_streams_and_batches(server, alone):
     assert "".join(chunk.content for chunk in chunks) == alone[10]["text"]
     told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert sum(usage["output_tokens"] for usage in told) == 24
-    with pytest.raises(openai.BadRequestError, match="tools: .* no place for it"):
-        chat.bind_tools(TOOLS).invoke(messages)
+    drawn = langchain.ChatOpenAI(**asked | {"max_tokens": 300, "temperature": 1, "seed": 1})
+    assert isinstance(drawn.with_structured_output(Point).invoke(messages), Point)
+    (call,) = drawn.bind_tools([Point], tool_choice="Point").invoke(messages).tool_calls
+    assert Point(**call["args"])
