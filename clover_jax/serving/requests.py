@@ -132,6 +132,7 @@ class Call:
     tells_forwards: whether a streamed piece has the number of its forward.
     draft: what to draft with, to compare; None is the server's own.
     splitting: None where an answer is its text.
+    response_of: the body of /v1/responses that it comes from.
     """
 
     asks: list[Ask]
@@ -144,6 +145,7 @@ class Call:
     tells_forwards: bool = False
     draft: str | None = None
     splitting: Splitting | None = None
+    response_of: Mapping[str, Any] | None = None
 
 
 def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:

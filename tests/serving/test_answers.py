@@ -119,6 +119,41 @@ def test_a_form_that_cannot_be_is_refused_by_its_field(client):
     assert "too many expressions" in refused(later, 400, "structured_outputs")
 
 
+def test_responses_are_chats_in_other_words(client):
+    """The events of a stream add up to the whole response."""
+    chat = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    asked = {"input": "def area(", "instructions": "Be brief.", "temperature": 0}
+    asked |= {"max_output_tokens": 24, "model": "tiny"}
+    response = client.post("/v1/responses", json=asked)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert (body["status"], body["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    (message,) = body["output"]
+    assert message["content"][0]["text"] == text(client, chat)
+    assert body["usage"]["output_tokens"] == 24
+    assert body["usage"]["input_tokens"] == whole(client, chat)["usage"]["prompt_tokens"]
+
+    with client.stream("POST", "/v1/responses", json=asked | {"stream": True}) as stream:
+        lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = list(dict.fromkeys(event["type"].removeprefix("response.") for event in events))
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
+        "incomplete",
+    ]
+    deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
+    assert "".join(deltas) == message["content"][0]["text"]
+    # An item of an event is that of its own time.
+    (added,) = (event for event in events if event["type"].endswith("item.added"))
+    assert added["item"]["content"] == []
+    assert added["item"]["status"] == "in_progress"
+
+
 def test_turns_of_a_conversation_are_those_of_generate(client, decoded):
     messages = []
     for question, answer in zip(CONVERSATION["turns"], decoded[-1]["text"], strict=True):

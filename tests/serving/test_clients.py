@@ -85,6 +85,8 @@ def test_calls_of_tools_whole_and_streamed():
 
 
 class Point(pydantic.BaseModel):
+    # Without it a base this small adds properties until its tokens are used up.
+    model_config = pydantic.ConfigDict(extra="forbid")
     x: int = pydantic.Field(ge=0, le=99)
     kind: Literal["a", "b"]
 
@@ -129,6 +131,47 @@ def test_a_loop_of_calls_that_must_be(ask):
         # The template of the tests writes contents alone.
         said = {"role": "tool", "tool_call_id": call.id, "content": str(point.x)}
         messages = [*MESSAGES[1:], message.model_dump(exclude_none=True), said]
+
+
+def test_responses_whole_and_streamed(ask):
+    body = {"model": "tiny", "input": "def area(", "max_output_tokens": 200, "temperature": 1}
+    answer = ask.responses.parse(text_format=Point, extra_body={"seed": 3}, **body)
+    assert isinstance(answer.output_parsed, Point)
+    assert answer.status == "completed"
+    with ask.responses.stream(text_format=Point, extra_body={"seed": 3}, **body) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Point)
+    (call,) = ask.responses.create(
+        tools=[{"type": "function", "name": "f", "parameters": Point.model_json_schema()}],
+        tool_choice={"type": "function", "name": "f"},
+        **body,
+    ).output
+    assert (call.type, call.name) == ("function_call", "f")
+    Point.model_validate_json(call.arguments)
+
+
+def test_responses_with_thinking_and_calls():
+    text = '<think>\nHm.</think>\nYes.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
+    app = scripted_app(Scripted(text + "</tool_call>", 3), Style("hermes", ("<think>", "</think>")))
+    body = {"model": "tiny", "input": "Hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+
+    async def asked():
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="x", http_client=http
+        ) as client:
+            whole = await client.responses.create(**body)
+            async with client.responses.stream(**body) as stream:
+                events = [event.type async for event in stream]
+                return whole, await stream.get_final_response(), events
+
+    *answers, events = asyncio.run(asked())
+    for answer in answers:
+        thought, message, call = answer.output
+        assert thought.content[0].text == "Hm."
+        assert message.content[0].text == answer.output_text == "Yes."
+        assert (call.name, call.arguments, call.status) == ("f", '{"a": 1}', "completed")
+    assert events.count("response.function_call_arguments.done") == 1
+    assert events.count("response.output_item.done") == 3
 
 
 def test_streams(ask, alone):
