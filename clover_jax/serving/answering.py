@@ -18,7 +18,8 @@ from clover_jax.decoding.row_state import TurnProgress
 from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError
 from clover_jax.serving.requests import Call
-from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, event
+from clover_jax.serving.responses import Answers, ChatAnswers, CompletionAnswers
+from clover_jax.serving.responses_api import ResponseAnswers
 from clover_jax.serving.service import Ready, Service
 
 WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are cut off
@@ -41,7 +42,9 @@ class Answering(Response):
         self._service, self._call = service, call
         self._started = time.perf_counter()  # latencies contain tokenizing and waiting
         self._scheduler = ready.scheduler_with(call.draft)
-        kind = ChatAnswers if call.is_chat else CompletionAnswers
+        kind: type[Answers] = ChatAnswers if call.is_chat else CompletionAnswers
+        if call.response_of is not None:
+            kind = ResponseAnswers
         self._answers = kind(call, ready.served.model, ready.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +61,7 @@ class Answering(Response):
             await _unless_gone(receive, self._stream(send) if self._call.streams else whole())
 
     async def _stream(self, send: Send) -> None:
-        writer = _EventWriter(send)
+        writer = _EventWriter(send, self._answers)
 
         async def take(index: int, progress: TurnProgress) -> None:
             waited = self._scheduler.compile_seconds(self._started)
@@ -136,12 +139,14 @@ class Answering(Response):
 class _EventWriter:
     """Writes server-sent events, those of one choice together."""
 
-    def __init__(self, send: Send):
+    def __init__(self, send: Send, answers: Answers):
+        self._answers = answers
         self._send, self._lock, self._num_written = send, asyncio.Lock(), 0
 
     async def write(self, values: list[dict[str, Any]], is_last: bool = False) -> None:
         """Write an event for each value; after the last ones the line that ends a stream."""
-        body = b"".join(map(event, values)) + (DONE if is_last else b"")
+        body = b"".join(map(self._answers.event, values))
+        body += self._answers.done if is_last else b""
         # New tokens may settle no text yet, such as the first bytes of a character.
         if body:
             await self._write(body, is_last)
@@ -199,7 +204,10 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, UserError):
         # Messages begin with the place in the body, or with a value that is too large.
         names = r"temperature|(top|min)_p|\w+_penalty|(prompt|messages|logit_bias)[^:]*(?=:)"
-        place = re.match(names, str(error))
-        return ApiError(str(error), param=place and place[0])
+        # A row that fails later names its prompt first.
+        words = re.sub(r"^(prompt|messages)[^:]*: (?=structured_outputs:)", "", str(error))
+        names += "|structured_outputs(?=:)"
+        place = re.match(names, words)
+        return ApiError(words, param=place and place[0])
     # A bug: its message may quote anything, and is for the log alone.
     return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -29,6 +29,7 @@ from clover_jax.serving.requests import (
     read_chat,
     read_completion,
 )
+from clover_jax.serving.responses_api import read_response
 from clover_jax.serving.service import Service
 from clover_jax.serving.shapes import DetokenizeRequest, TokenizeRequest, validated
 
@@ -69,6 +70,7 @@ def make_app(service: Service) -> Starlette:
     routes = [
         Route("/v1/completions", _answers(read_completion), methods=["POST"]),
         Route("/v1/chat/completions", _answers(read_chat), methods=["POST"]),
+        Route("/v1/responses", _answers(read_response), methods=["POST"]),
         Route("/v1/models", _models),
         Route("/v1/models/{name:path}", _model),
         Route("/tokenize", _tokenize, methods=["POST"]),

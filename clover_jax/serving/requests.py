@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from clover_jax.data.forms import VARIABLES, read_messages, read_variables
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import shown
+from clover_jax.decoding.grammars import FORMS, form_text
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.errors import UserError
@@ -61,6 +62,7 @@ class Ask:
     prompt_logprobs: whether the prompt's tokens are scored too.
     must_fit: whether the context must have room for all tokens of the settings; else for one.
     shown: special tokens that are part of the text, marks of calls for example.
+    form_field: the field that says what the answer must match.
     """
 
     prompt: Prompt
@@ -72,6 +74,7 @@ class Ask:
     prompt_logprobs: bool = False
     must_fit: bool = False
     shown: tuple[str, ...] = ()
+    form_field: str | None = None
 
     def check_room(self, num_tokens: int, context: int) -> None:
         """Raise ApiError where a prompt of `num_tokens` tokens leaves too little of the context."""
@@ -101,18 +104,21 @@ class Splitting(NamedTuple):
     """How the text of a chat's answers is split into calls, thinking and the rest.
 
     tools: those that may be called. most_calls: None for any number. shows_thinking: whether the
-    answer has what was thought.
+    answer has what was thought. has_form: whether the answer must match a form, which leaves no
+    room for thinking.
     """
 
     style: Style
     tools: Sequence[Mapping[str, Any]] = ()
     most_calls: int | None = None
     shows_thinking: bool = True
+    has_form: bool = False
 
     def splitter(self, prompt_end: str) -> Splitter:
         """Return the splitter of an answer to a prompt that ends so."""
         thinking = self.style.thinking
-        is_thinking = thinking is not None and prompt_end.rstrip().endswith(thinking[0])
+        opened = thinking is not None and prompt_end.rstrip().endswith(thinking[0])
+        is_thinking = opened and not self.has_form
         return Splitter(self.style, self.tools, is_thinking, self.most_calls)
 
 
@@ -126,6 +132,7 @@ class Call:
     tells_forwards: whether a streamed piece has the number of its forward.
     draft: what to draft with, to compare; None is the server's own.
     splitting: None where an answer is its text.
+    response_of: the body of /v1/responses that it comes from.
     """
 
     asks: list[Ask]
@@ -138,6 +145,7 @@ class Call:
     tells_forwards: bool = False
     draft: str | None = None
     splitting: Splitting | None = None
+    response_of: Mapping[str, Any] | None = None
 
 
 def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
@@ -159,6 +167,7 @@ def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
         usual_tokens=_COMPLETION_TOKENS,
         top_logprobs=request.logprobs,
         echo=bool(request.echo),
+        form=form_of(request),
     )
 
 
@@ -171,12 +180,19 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     # Clients send the limit by its newer name, by its older one, or by both.
     newer, older = request.max_completion_tokens, request.max_tokens
     # Calls are looked for where the client can take them.
-    is_calling = bool(request.tools) and body.get("tool_choice") != "none"
+    is_calling = bool(request.tools) and request.tool_choice != "none"
+    form, forced = form_of(request), call_form(request)
+    if forced is not None:
+        if form is not None:
+            raise ApiError(f"{form.field} does not go with calls that must be", param=form.field)
+        form = Form("tool_choice", forced)
     splitting = Splitting(
-        served.style,
+        # Calls that must be are a list of JSON objects, whatever the base's own format.
+        served.style if forced is None else Style("llama"),
         request.tools or () if is_calling else (),
         1 if request.parallel_tool_calls is False else None,
         request.include_reasoning is not False,
+        has_form=form is not None,
     )
     call = _call(
         request,
@@ -188,9 +204,93 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
         usual_tokens=served.max_model_len,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
         shown=served.style.marks,
+        form=form,
     )
-    is_split = served.style != Style()
+    is_split = splitting.style != Style()
     return dataclasses.replace(call, splitting=splitting) if is_split else call
+
+
+class Form(NamedTuple):
+    """What an answer must match, as `grammars.form_text` returns it, and the field that says so."""
+
+    field: str
+    text: str
+
+
+def form_of(request: CommonRequest) -> Form | None:
+    """Return what the answer must match; None for any text. Raises ApiError, naming the field."""
+    guided = {name: getattr(request, f"guided_{name}") for name in FORMS if name != "json_object"}
+    given = {f"guided_{name}": {name: value} for name, value in guided.items() if value}
+    if request.structured_outputs:
+        given["structured_outputs"] = request.structured_outputs
+    if asked := _asked_format(request.response_format or {"type": "text"}):
+        given["response_format"] = asked
+    if not given:
+        return None
+    field, form = min(given.items())
+    if len(given) > 1:
+        raise ApiError(f"give one of {' and '.join(sorted(given))}", param=field)
+    try:
+        return Form(field, form_text(form) or "")
+    except UserError as error:
+        raise ApiError(str(error).replace("structured_outputs", field, 1), param=field) from None
+
+
+def _asked_format(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return OpenAI's response_format as a form; {} for any text."""
+    match asked.get("type"):
+        case "text":
+            return {}
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            inner = asked.get("json_schema")
+            if isinstance(inner, dict) and isinstance(inner.get("schema"), dict):
+                return {"json": inner["schema"]}
+            raise ApiError(
+                'response_format must have "json_schema": {"name": text, "schema": object}',
+                param="response_format",
+            )
+    raise ApiError(
+        f"response_format: type must be text, json_object or json_schema, not "
+        f"{shown(asked.get('type'))}",
+        param="response_format",
+    )
+
+
+def call_form(request: ChatRequest) -> str | None:
+    """Return the form of an answer that must be calls of tools; None where the base may choose."""
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return None
+    tools = {}
+    for tool in request.tools or ():
+        function = tool.get("function")
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            tools[function["name"]] = function.get("parameters") or {"type": "object"}
+    named = choice.get("function") if isinstance(choice, dict) else None
+    names = list(tools) if choice == "required" else []
+    if isinstance(named, dict) and named.get("name") in tools:
+        names = [named["name"]]
+    if not names:
+        raise ApiError(
+            'tool_choice must be none, auto, required or {"type": "function", "function": {"name": '
+            f"one of tools}}}}, not {shown(choice)}",
+            param="tool_choice",
+        )
+
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "arguments": tools[name]},
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name in names
+    ]
+    several = choice == "required" and request.parallel_tool_calls is not False
+    most = {} if several else {"maxItems": 1}
+    return form_text({"json": {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}})
 
 
 def conversation_prompt(
@@ -248,6 +348,7 @@ def _call(
     top_logprobs: int | None,
     echo: bool = False,
     shown: tuple[str, ...] = (),
+    form: Form | None = None,
 ) -> Call:
     n, streams, usual = request.n or 1, bool(request.stream), served.usual
     # Of more choices the best would have to be picked.
@@ -284,6 +385,7 @@ def _call(
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
+        structured_outputs=form and form.text,
         seed=None if request.seed is None else request.seed % _SEEDS,
     )
     # Without a stream the text is wanted at the end only, which is cheaper.
@@ -301,6 +403,7 @@ def _call(
             prompt_logprobs=echo and top_logprobs is not None,
             must_fit=max_tokens is not None,
             shown=shown,
+            form_field=form and form.field,
         )
         for prompt in prompts
         for choice in range(n)

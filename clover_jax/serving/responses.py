@@ -44,6 +44,7 @@ class Answers(abc.ABC):
     chunk_kind: str
     prefix: str
     nothing: Any  # in the place of new text, where there is none
+    done = DONE  # the end of a stream
 
     def __init__(self, call: Call, model: str, texts: TokenTexts):
         self.call, self._texts = call, texts
@@ -71,6 +72,10 @@ class Answers(abc.ABC):
             message = self._message(index, progress, self._prompt_text(index) + answer)
             choices.append(_choice(index, message, logprobs, self._finish(index, progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
+
+    def event(self, value: Mapping[str, Any]) -> bytes:
+        """Return the event of a chunk, or of an error that ends the stream."""
+        return event(value)
 
     def next(self, index: int, progress: TurnProgress, compile_seconds: float = 0.0) -> list[dict]:
         """Return the chunks of what is new of a choice, its beginning and its end included.

@@ -32,6 +32,7 @@ from clover_jax.decoding.requests import (
 )
 from clover_jax.decoding.row_state import ContextOverflow, RowState, TurnProgress
 from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary, process_count
@@ -139,7 +140,11 @@ class Scheduler:
         self._engine = self._models.engine(
             options.batch_size,
             SamplingConfig(
-                "lossless", options.draft_sampling, truncate=True, biased=True, penalized=True
+                *("lossless", options.draft_sampling),
+                truncate=True,
+                biased=True,
+                penalized=True,
+                masked=models.tokenizer is not None,
             ),
             seed=options.seed,
             steps_per_chunk=MOST_STEPS,
@@ -266,7 +271,14 @@ class Scheduler:
             wants_prompt_scores=ask.prompt_logprobs,
         )
         # Checked here, not in the engine's thread, where a refusal would end every row.
-        self._engine.check(request)
+        try:
+            self._engine.check(request)
+        except UserError as error:
+            if ask.form_field is None:
+                raise
+            # In the words of the request.
+            words = str(error).replace("structured_outputs", ask.form_field, 1)
+            raise ApiError(words, param=ask.form_field) from error
         return _Job(ask, row, request, loop, Generation(prompt.index, list(request.prompt_ids)))
 
     @functools.cached_property

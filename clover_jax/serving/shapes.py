@@ -24,18 +24,15 @@ MOST_STOPS = 64
 # Fields that are not done here, by the values of theirs that ask for nothing (as null does).
 _NEUTRAL: list[tuple[tuple[Any, ...], str]] = [
     ((), "audio chat_template prompt_embeds truncate_prompt_tokens web_search_options"),
-    (([],), "allowed_token_ids bad_words documents functions guided_choice logits_processors"),
-    (([],), "tools"),
-    (({},), "chat_template_kwargs structured_outputs"),
-    (("",), "guided_grammar guided_regex suffix"),
-    (({}, ""), "guided_json"),
+    (([],), "allowed_token_ids bad_words documents functions logits_processors tools"),
+    (({},), "chat_template_kwargs"),
+    (("",), "suffix"),
     ((0,), "prompt_logprobs"),
     ((1,), "length_penalty typical_p"),
     ((True,), "add_generation_prompt add_special_tokens"),
     ((False,), "continue_final_message use_beam_search"),
     (("none", "auto"), "function_call tool_choice"),
     ((["text"], []), "modalities"),
-    (({"type": "text"},), "response_format"),
 ]
 # In alphabetical order, in which they are refused.
 _NOT_DONE = dict(sorted((name, neutral) for neutral, names in _NEUTRAL for name in names.split()))
@@ -157,6 +154,13 @@ class CommonRequest(_Shape):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    # At most one of these says what the answer must match: `requests.form_of`.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: Text | None = None
+    guided_choice: list[Text] | None = None
+    guided_grammar: Text | None = None
     prediction: Annotated[Text | None, BeforeValidator(_as_prediction)] = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -201,6 +205,7 @@ class ChatRequest(CommonRequest, _Conversation):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
     # Completions support echo, so it cannot be among `_NOT_DONE`.

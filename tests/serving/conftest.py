@@ -18,6 +18,8 @@ from clover_jax.serving.service import Service
 
 KEY = "a-key-of-the-tests"
 TEMPLATE = """\
+{%- if tools %}{{ tools | tojson }}
+{% endif %}\
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
@@ -50,6 +52,13 @@ KINDS = [
         "frequency_penalty": 0.5,
         "presence_penalty": 1,
         "min_p": 0.1,
+    },
+    {
+        "prompt": CLOSE,
+        "max_tokens": 60,
+        "temperature": 1,
+        "seed": 9,
+        "structured_outputs": {"regex": "[a-z]{3,9} = [0-9]{1,4}"},
     },
     {
         "prompt": AREA,

@@ -1,6 +1,7 @@
 """A real server answers as OpenAI's would, with the text that `generate` gives."""
 
 import functools
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -52,6 +53,105 @@ def test_every_kind_streams_its_whole_answer(client, alone):
         assert all(chunk["usage"] is None for chunk in chunks)
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == len(row["output_ids"])
+
+
+CLOSED = {"additionalProperties": False, "required": ["x", "kind"]}
+POINT = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
+} | CLOSED
+POINT["properties"]["kind"] = {"enum": ["a", "b"]}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": POINT}} for name in "fg"]
+
+
+def test_an_answer_matches_what_its_request_asks_for(client):
+    chat = {"messages": MESSAGES, "max_tokens": 300, "temperature": 1, "seed": 1}
+    schema = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+    for body in (
+        {**chat, "response_format": schema},
+        {**chat, "guided_json": POINT},
+        {"prompt": AREA, "max_tokens": 300, "structured_outputs": {"json": json.dumps(POINT)}},
+    ):
+        answer = whole(client, body | {"n": 2})
+        for choice in answer["choices"]:
+            assert choice["finish_reason"] == "stop"
+            point = json.loads(text_of(choice))
+            assert list(point) == ["x", "kind"]
+            assert isinstance(point["x"], int)
+            assert point["kind"] in "ab"
+    pieces = streamed(client, chat | {"response_format": schema})
+    joined = "".join(text_of(piece["choices"][0]) for piece in pieces)
+    assert joined == text(client, chat | {"response_format": schema})
+    assert text(client, chat | {"guided_choice": ["left", "right"]}) in ("left", "right")
+    assert isinstance(json.loads(text(client, chat | {"guided_regex": "[0-9]{3}"})), int)
+
+
+def test_calls_that_must_be_are(client):
+    body = {"messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 250, "seed": 4}
+    named = {"type": "function", "function": {"name": "g"}}
+    for choice, names in (("required", "fg"), (named, "g")):
+        alone = body | {"tool_choice": choice, "parallel_tool_calls": False}
+        (found,) = whole(client, alone)["choices"]
+        assert found["finish_reason"] == "tool_calls"
+        assert found["message"]["content"] is None
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["name"] in names
+        arguments = call["function"]["arguments"]
+        assert json.loads(arguments)["kind"] in "ab"
+        deltas = [piece["choices"][0]["delta"] for piece in streamed(client, alone)]
+        calls = [part for delta in deltas for part in delta.get("tool_calls", ())]
+        assert "".join(part["function"]["arguments"] for part in calls) == arguments
+
+
+def test_a_form_that_cannot_be_is_refused_by_its_field(client):
+    def said(**form):
+        response = client.post("/v1/chat/completions", json={"messages": MESSAGES, **form})
+        return refused(response, 400, min(form))
+
+    schema = {"not": {"type": "string"}}
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    assert said(response_format=asked) == 'response_format: json: Unimplemented keys: ["not"]'
+    assert "unclosed group" in said(guided_regex="(a")
+    hungry = said(guided_grammar='start: "a"\n' * 60_000)
+    assert hungry.startswith("guided_grammar: grammar: ")
+    # What is too complex only later fails by itself.
+    later = client.post("/v1/completions", json=GREEDY | {"guided_regex": "(a?){2000}a{2000}"})
+    assert "too many expressions" in refused(later, 400, "structured_outputs")
+
+
+def test_responses_are_chats_in_other_words(client):
+    """The events of a stream add up to the whole response."""
+    chat = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+    asked = {"input": "def area(", "instructions": "Be brief.", "temperature": 0}
+    asked |= {"max_output_tokens": 24, "model": "tiny"}
+    response = client.post("/v1/responses", json=asked)
+    assert response.status_code == 200, response.text
+    body = response.json()
+    assert (body["status"], body["incomplete_details"]) == (
+        "incomplete",
+        {"reason": "max_output_tokens"},
+    )
+    (message,) = body["output"]
+    assert message["content"][0]["text"] == text(client, chat)
+    assert body["usage"]["output_tokens"] == 24
+    assert body["usage"]["input_tokens"] == whole(client, chat)["usage"]["prompt_tokens"]
+
+    with client.stream("POST", "/v1/responses", json=asked | {"stream": True}) as stream:
+        lines = [line for line in stream.iter_lines() if line.startswith("data: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    kinds = list(dict.fromkeys(event["type"].removeprefix("response.") for event in events))
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.delta", "output_text.done", "content_part.done", "output_item.done"),
+        "incomplete",
+    ]
+    deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
+    assert "".join(deltas) == message["content"][0]["text"]
+    # An item of an event is that of its own time.
+    (added,) = (event for event in events if event["type"].endswith("item.added"))
+    assert added["item"]["content"] == []
+    assert added["item"]["status"] == "in_progress"
 
 
 def test_turns_of_a_conversation_are_those_of_generate(client, decoded):

@@ -4,14 +4,16 @@ pip install -e '.[test,clients]'; python -m pytest -n0 -m servers tests/serving/
 """
 
 import asyncio
+from typing import Literal
 
+import pydantic
 import pytest
 
 from clover_jax.serving.calls import Style
 from tests.serving.asking import Scripted, scripted_app
 from tests.serving.conftest import AREA, CLOSE, KEY, KINDS, MESSAGES
 
-httpx = pytest.importorskip("httpx", reason="pip install -e '.[clients]'")
+httpx = pytest.importorskip("httpx2", reason="pip install -e '.[clients]'")
 openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
 pytestmark = pytest.mark.servers
 
@@ -82,6 +84,96 @@ def test_calls_of_tools_whole_and_streamed():
     assert events.count("tool_calls.function.arguments.done") == 2
 
 
+class Point(pydantic.BaseModel):
+    # Without it a base this small adds properties until its tokens are used up.
+    model_config = pydantic.ConfigDict(extra="forbid")
+    x: int = pydantic.Field(ge=0, le=99)
+    kind: Literal["a", "b"]
+
+
+def test_answers_are_parsed(ask):
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 300, "temperature": 1}
+    for seed in range(3):
+        answer = ask.chat.completions.parse(response_format=Point, seed=seed, **body)
+        assert isinstance(answer.choices[0].message.parsed, Point)
+    with ask.chat.completions.stream(response_format=Point, seed=3, **body) as stream:
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Point)
+
+
+def test_penalties(ask):
+    def text(**penalties):
+        answer = ask.chat.completions.create(messages=MESSAGES, **GREEDY, **penalties)
+        return answer.choices[0].message.content
+
+    texts = {text(), text(frequency_penalty=2.0), text(extra_body={"repetition_penalty": 1.3})}
+    assert len(texts) == 3
+    assert text(extra_body={"min_p": 0.5}) == text()
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty .* must lie in -2 .. 2"):
+        text(frequency_penalty=3)
+
+
+def test_a_loop_of_calls_that_must_be(ask):
+    """A grammar forces the calls: so small a base writes none by itself."""
+    tools = [openai.pydantic_function_tool(Point, name=name) for name in ("near", "far")]
+    messages = list(MESSAGES[1:])
+    for seed in range(3):
+        answer = ask.chat.completions.create(
+            **GREEDY | {"temperature": 1, "max_tokens": 150, "seed": seed},
+            messages=messages,
+            tools=tools[:1],
+            tool_choice="required",
+            parallel_tool_calls=False,
+        )
+        message = answer.choices[0].message
+        (call,) = message.tool_calls
+        assert call.function.name == "near"
+        point = Point.model_validate_json(call.function.arguments)
+        # The template of the tests writes contents alone.
+        said = {"role": "tool", "tool_call_id": call.id, "content": str(point.x)}
+        messages = [*MESSAGES[1:], message.model_dump(exclude_none=True), said]
+
+
+def test_responses_whole_and_streamed(ask):
+    body = {"model": "tiny", "input": "def area(", "max_output_tokens": 200, "temperature": 1}
+    answer = ask.responses.parse(text_format=Point, extra_body={"seed": 3}, **body)
+    assert isinstance(answer.output_parsed, Point)
+    assert answer.status == "completed"
+    with ask.responses.stream(text_format=Point, extra_body={"seed": 3}, **body) as stream:
+        assert isinstance(stream.get_final_response().output_parsed, Point)
+    (call,) = ask.responses.create(
+        tools=[{"type": "function", "name": "f", "parameters": Point.model_json_schema()}],
+        tool_choice={"type": "function", "name": "f"},
+        **body,
+    ).output
+    assert (call.type, call.name) == ("function_call", "f")
+    Point.model_validate_json(call.arguments)
+
+
+def test_responses_with_thinking_and_calls():
+    text = '<think>\nHm.</think>\nYes.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n'
+    app = scripted_app(Scripted(text + "</tool_call>", 3), Style("hermes", ("<think>", "</think>")))
+    body = {"model": "tiny", "input": "Hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+
+    async def asked():
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app))
+        async with openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="x", http_client=http
+        ) as client:
+            whole = await client.responses.create(**body)
+            async with client.responses.stream(**body) as stream:
+                events = [event.type async for event in stream]
+                return whole, await stream.get_final_response(), events
+
+    *answers, events = asyncio.run(asked())
+    for answer in answers:
+        thought, message, call = answer.output
+        assert thought.content[0].text == "Hm."
+        assert message.content[0].text == answer.output_text == "Yes."
+        assert (call.name, call.arguments, call.status) == ("f", '{"a": 1}', "completed")
+    assert events.count("response.function_call_arguments.done") == 1
+    assert events.count("response.output_item.done") == 3
+
+
 def test_streams(ask, alone):
     with ask.completions.create(prompt=AREA, stream=True, **GREEDY) as chunks:
         assert "".join(chunk.choices[0].text for chunk in chunks) == alone[0]["text"]
@@ -122,9 +214,10 @@ def test_refusals_are_the_client_s_own_errors(server, ask):
     with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
         ask.completions.create(prompt=AREA, model="gpt-4")
     assert refused.value.code == "model_not_found"
-    with pytest.raises(openai.BadRequestError, match="tools: .* no place for it") as refused:
-        ask.chat.completions.create(messages=MESSAGES, tools=TOOLS, **GREEDY)
-    assert refused.value.param == "tools"
+    documents = {"documents": [{"text": "a"}]}
+    with pytest.raises(openai.BadRequestError, match="documents: .* no place for it") as refused:
+        ask.chat.completions.create(messages=MESSAGES, extra_body=documents, **GREEDY)
+    assert refused.value.param == "documents"
 
 
 def test_a_full_queue_is_a_rate_limit(server, ask):
@@ -153,5 +246,7 @@ def test_langchain_invokes_streams_and_batches(server, alone):
     assert "".join(chunk.content for chunk in chunks) == alone[10]["text"]
     told = [chunk.usage_metadata for chunk in chunks if chunk.usage_metadata]
     assert sum(usage["output_tokens"] for usage in told) == 24
-    with pytest.raises(openai.BadRequestError, match="tools: .* no place for it"):
-        chat.bind_tools(TOOLS).invoke(messages)
+    drawn = langchain.ChatOpenAI(**asked | {"max_tokens": 300, "temperature": 1, "seed": 1})
+    assert isinstance(drawn.with_structured_output(Point).invoke(messages), Point)
+    (call,) = drawn.bind_tools([Point], tool_choice="Point").invoke(messages).tool_calls
+    assert Point(**call["args"])

@@ -1,6 +1,7 @@
 """Bodies become asks or refusals; the queue takes clients in turn; Prometheus reads the rows."""
 
 import asyncio
+import json
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from clover_jax.errors import UserError
 from clover_jax.serving.body import ApiError, parse_object, read_object
 from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.requests import Served, read_chat, read_completion
+from clover_jax.serving.responses_api import read_response
 from clover_jax.serving.scheduler import FairQueue
 
 SERVED = Served("tiny", 1024, 16)
@@ -111,6 +113,63 @@ def test_calls_and_tools_reach_the_template_whole():
         )
 
 
+def test_items_of_a_response_s_input_are_messages():
+    tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+    body = {
+        "instructions": "Be brief.",
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
+            {"type": "reasoning", "summary": [], "id": "rs_1"},
+            {"type": "message", "role": "assistant", "content": [
+                {"type": "output_text", "text": "Yes.", "annotations": []},
+            ]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "5"},
+        ],
+        "tools": [tool],
+        "max_output_tokens": 7,
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "object"}}},
+        "include": ["reasoning.encrypted_content"],
+        "store": True,
+    }  # fmt: skip
+    call = read_response(body, SERVED, "me")
+    (ask,) = call.asks
+    system, user, assistant, told = ask.prompt.messages
+    assert (system["content"], user["content"]) == ("Be brief.", "Hi")
+    assert assistant["content"] == "Yes."
+    assert [one["id"] for one in assistant["tool_calls"]] == ["c1", "c2"]
+    assert assistant["tool_calls"][0]["function"] == {"name": "f", "arguments": {"a": 1}}
+    assert (told["role"], told["tool_call_id"], told["content"]) == ("tool", "c1", "5")
+    assert ask.settings.max_new_tokens == 7
+    assert json.loads(ask.settings.structured_outputs) == {"json": {"type": "object"}}
+    function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
+    assert ask.prompt.variables["tools"] == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "messages": []}, "messages"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "a", "tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text"),
+        ({"input": "a", "text": {"verbosity": "low"}}, "text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]"),
+    ],
+)
+def test_what_a_response_cannot_be_is_refused_by_its_field(body, param):
+    with pytest.raises(ApiError) as refused:
+        read_response(body, SERVED, "me")
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
 def test_a_prediction_is_text_or_parts_of_it():
     for content in ("foo", [{"type": "text", "text": "foo"}]):
         call = chat(prediction={"type": "content", "content": content})
@@ -150,7 +209,8 @@ BAD_VALUES = {
     # What is not done here.
     "suffix": ("b",),
     "use_beam_search": (True,),
-    "guided_regex": ("a+",),
+    "guided_regex": (["a+"],),
+    "guided_choice": ("a",),
     "stop_token_ids": (5,),
     "skip_special_tokens": (1,),
     "include_stop_str_in_output": ("yes",),
@@ -173,7 +233,13 @@ BAD_CHATS = [
     ({"messages": [USER | {"content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     ({"tools": ["f"]}, "tools[0]"),
     ({"tool_choice": "required"}, "tool_choice"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+    ({"response_format": {"type": "yaml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+    ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs"),
+    ({"guided_json": "{", "guided_regex": None}, "guided_json"),
+    ({"guided_regex": "a+", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"logprobs": 3}, "logprobs"),
