@@ -429,7 +429,7 @@ class DrafterConfig(JsonConfig):
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if name.startswith("num_") and value > MOST_PARTS:
+            if name.startswith("num_") and isinstance(value, int) and value > MOST_PARTS:
                 raise ValueError(f"{name} ({value}) must be at most {MOST_PARTS}")
         for name in ("num_positions", "max_depth"):
             value = getattr(self, name)
