@@ -450,10 +450,12 @@ class DrafterConfig(JsonConfig):
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if name.startswith("num_") and not 0 <= value <= MOST_PARTS:
-                raise ValueError(f"{name} ({value}) must lie in 0 .. {MOST_PARTS}")
-        if self.max_depth is not None and self.max_depth < 1:
-            raise ValueError(f"max_depth ({self.max_depth}) must be at least 1")
+            if name.startswith("num_") and isinstance(value, int) and value > MOST_PARTS:
+                raise ValueError(f"{name} ({value}) must be at most {MOST_PARTS}")
+        for name in ("num_positions", "max_depth"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} ({value}) must be at least 1")
         states = re.compile(r"pre_norm|post_norm|layer_\d{1,5}")
         if wrong := [name for name in self.features if not states.fullmatch(name)]:
             raise ValueError(

@@ -33,10 +33,8 @@ def augment(
     return x, tuple(fresh)
 
 
-def check_depth(num_positions: int, num_augmenting_layers: int, least_layers: int = 1) -> None:
-    """Raise ValueError for a head without a position, or with fewer layers than it needs."""
-    if num_positions < 1:
-        raise ValueError(f"num_positions ({num_positions}) must be at least 1")
+def check_depth(num_augmenting_layers: int, least_layers: int = 1) -> None:
+    """Raise ValueError for a head with fewer layers than it needs."""
     if num_augmenting_layers < least_layers:
         raise ValueError(
             f"num_augmenting_layers ({num_augmenting_layers}) must be at least {least_layers}"

@@ -96,7 +96,7 @@ class CloverConfig(DrafterConfig):
     def __post_init__(self):
         super().__post_init__()
         # The ablation may leave the Augmenting Block out, not the positions.
-        check_depth(self.num_positions, self.num_augmenting_layers, least_layers=0)
+        check_depth(self.num_augmenting_layers, least_layers=0)
         check_max_depth(self, "every position of Clover has an MLP of its own")
         if self.regressive_block not in REGRESSIVE_BLOCKS:
             raise ValueError(

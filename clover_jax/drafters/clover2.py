@@ -79,7 +79,7 @@ class Clover2Config(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_depth(self.num_positions, self.num_augmenting_layers)
+        check_depth(self.num_augmenting_layers)
         if self.order not in ORDERS:
             raise ValueError(f"order {self.order!r} is not one of {', '.join(ORDERS)}")
         if self.init not in INITS:

@@ -115,7 +115,7 @@ class CloverLRConfig(DrafterConfig):
     def __post_init__(self):
         super().__post_init__()
         # The Augmenting Block has Clover-2's bounds.
-        check_depth(self.num_positions, self.num_augmenting_layers)
+        check_depth(self.num_augmenting_layers)
         if not 0 <= self.rank <= self.layer.hidden_size:
             raise ValueError(
                 f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"

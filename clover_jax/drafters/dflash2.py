@@ -86,11 +86,11 @@ class DFlash2Config(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        counts = (self.num_positions, self.num_layers, len(self.features), self.num_anchors)
+        counts = (self.num_layers, len(self.features), self.num_anchors)
         if min(counts) < 1:
             raise ValueError(
-                "num_positions ({}), num_layers ({}), the number of features ({}) and num_anchors "
-                "({}) must be at least 1".format(*counts)
+                "num_layers ({}), the number of features ({}) and num_anchors ({}) must be at "
+                "least 1".format(*counts)
             )
         check_max_depth(self, "the block proposes no more")
         if not 0 <= self.mask_token_id < self.vocab_size:

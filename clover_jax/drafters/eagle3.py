@@ -61,11 +61,8 @@ class Eagle3Config(DrafterConfig):
     def __post_init__(self):
         super().__post_init__()
         # `fc` has a fixed number of matrices, one for each of the three states.
-        if self.num_positions < 1 or len(self.features) != NUM_FEATURES:
-            raise ValueError(
-                f"EAGLE-3 reads {NUM_FEATURES} features, not {len(self.features)}, and "
-                f"num_positions ({self.num_positions}) must be at least 1"
-            )
+        if len(self.features) != NUM_FEATURES:
+            raise ValueError(f"EAGLE-3 reads {NUM_FEATURES} features, not {len(self.features)}")
 
 
 class Eagle3(LayerDrafter):

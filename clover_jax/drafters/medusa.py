@@ -50,8 +50,6 @@ class MedusaConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_positions < 1:
-            raise ValueError(f"num_positions ({self.num_positions}) must be at least 1")
         check_max_depth(self, "Medusa has one head for each position")
 
 

@@ -4,8 +4,6 @@ import dataclasses
 import itertools
 import json
 
-import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,6 +20,7 @@ from tests.tiny_checkpoints import (
     copy_of,
     edit_json,
     edit_tensors,
+    random_leaves,
 )
 from tests.tiny_folders import SPEAKING, save_draft, save_tiny_base
 
@@ -30,29 +29,21 @@ MLP = "clover_head_mlp.weight"
 
 
 def random_params(head_config, base):
-    """Return params of the right shapes; nothing is compiled for them."""
-    rng = np.random.default_rng(0)
-    shapes = registry.init_shapes(registry.head(head_config), base.params)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), shapes)
+    return random_leaves(registry.init_shapes(registry.head(head_config), base.params))
 
 
-@pytest.mark.parametrize(
-    "folder, layout, name",
-    [
-        ("clover2_reference", "clover2", "clover2"),
-        ("clover2_reference", "eagle", "eagle1"),
-        ("eagle3_reference", "eagle3", "eagle3"),
-    ],
-)
-def test_there_and_back_again_is_exact(command, fixtures_dir, tmp_path, folder, layout, name):
-    reference = fixtures_dir / folder
+def test_there_and_back_again_is_exact(command, reference, tmp_path):
+    """In the type of the file; `test_layouts.py` has the other layouts."""
+    head = copy_of(reference / "clover2", tmp_path / "head")
+    edit_tensors(head, lambda t: t.update({k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()}))
     base = f"--base={reference / 'base'}"
     native, foreign, again = tmp_path / "native", tmp_path / "foreign", tmp_path / "again"
-    status, report, _ = command(base, f"--input={reference / name}", f"--output={native}")
+    status, report, _ = command(base, f"--input={head}", f"--output={native}")
     assert status == 0
-    assert (report["from"], report["to"], report["drafter"]) == (layout, "orbax", layout)
-    assert command(base, f"--input={native}", f"--output={foreign}", f"--to={layout}")[0] == 0
-    assert_same_tensors(reference / name, foreign)
+    named = {"from": "clover2", "to": "orbax", "drafter": "clover2", "dtype": "bfloat16"}
+    assert named.items() <= report.items()
+    assert command(base, f"--input={native}", f"--output={foreign}", "--to=clover2")[0] == 0
+    assert_same_tensors(head, foreign)
     assert command(base, f"--input={foreign}", f"--output={again}")[0] == 0
     loaded = load_base(str(reference / "base"))
     one, other = (load_draft(folder, loaded) for folder in (native, again))
@@ -154,13 +145,7 @@ CANNOT_HOLD = {
     ),
     "clover2, few tokens": (("clover2", VOCABULARY), "clover2", "layout has no draft vocabulary"),
     "eagle, few tokens": (("eagle", VOCABULARY), "eagle", "layout has no draft vocabulary"),
-    "eagle, few, for vLLM": (("eagle", VOCABULARY), "speculators", "has no draft vocabulary"),
     "medusa, few tokens": (("medusa", VOCABULARY), "medusa", "layout has no draft vocabulary"),
-    "eagle3 of a short base": (
-        ("eagle3",),
-        "eagle3",
-        "this head reads layer_1, layer_1, pre_norm, but readers of the official EAGLE-3 layout",
-    ),
     "eagle3 of a short base, for vLLM": (
         ("eagle3",),
         "speculators",
@@ -204,16 +189,6 @@ def test_vllm_takes_a_head_that_reads_other_states(command, fixtures_dir, tmp_pa
         assert back.head.config.features == one.head.config.features
 
 
-def test_bfloat16_stays_bfloat16(command, reference, tmp_path):
-    head = copy_of(reference / "clover2", tmp_path / "head")
-    edit_tensors(head, lambda t: t.update({k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()}))
-    base = f"--base={reference / 'base'}"
-    assert command(base, f"--input={head}", f"--output={tmp_path / 'a'}")[1]["dtype"] == "bfloat16"
-    arguments = (f"--input={tmp_path / 'a'}", f"--output={tmp_path / 'b'}", "--to=clover2")
-    assert command(base, *arguments)[0] == 0
-    assert_same_tensors(head, tmp_path / "b")
-
-
 def test_a_padded_vocabulary_is_cut_only_when_asked(command, reference, tmp_path):
     head = copy_of(reference / "clover2", tmp_path / "head")
 
@@ -229,22 +204,6 @@ def test_a_padded_vocabulary_is_cut_only_when_asked(command, reference, tmp_path
     assert command(*arguments, f"--output={tmp_path / 'out'}", "--cut_vocab")[0] == 0
     assert_same_tensors(reference / "clover2", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 96
-
-
-def as_torch_archive(head, **changes):
-    torch = pytest.importorskip("torch")
-    tensors = load_file(head / WEIGHTS) | changes
-    (head / WEIGHTS).unlink()
-    torch.save({k: torch.tensor(v) for k, v in tensors.items()}, head / "pytorch_model.bin")
-
-
-@pytest.mark.parity
-def test_pytorch_weights_are_read(command, reference, tmp_path):
-    head = copy_of(reference / "clover2", tmp_path / "head")
-    as_torch_archive(head)
-    arguments = (f"--base={reference / 'base'}", f"--input={head}", "--to=clover2")
-    assert command(*arguments, f"--output={tmp_path / 'out'}")[0] == 0
-    assert_same_tensors(reference / "clover2", tmp_path / "out")
 
 
 def test_without_torch_an_error_says_how_to_get_safetensors(

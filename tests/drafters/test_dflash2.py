@@ -209,7 +209,7 @@ def test_without_selector_and_convolution_all_branches_have_the_same_candidates(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_positions": 0}, r"num_positions \(0\), num_layers \(3\)"),
+        ({"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
         ({"mask_token_id": 96}, r"mask_token_id \(96\) must lie in 0 .. 95"),
         ({"candidates": 0}, r"candidates \(0\) 1"),
         ({"conv_group": 5}, r"conv_group \(5\) divide hidden_size \(32\)"),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -256,21 +257,20 @@ PUBLISHED = {
         64, 8, 1, 16, **HYBRID | {"dense_layers": (), "full_attention_layers": (2,)}
     ),
 }
-# Clover-2 and Clover-LR read most of a base; the rest of the product is for the slow run.
-USUAL = ("clover2", "clover_lr")
-HEADS = [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS]
-
-
 # Few key heads, windows and embedding scales; sinks and experts; layers without rotation; states;
 # layers without norms before their branches.
 UNLIKE = ("Gemma 3 270M", "gpt-oss", "SmolLM3 3B", "Qwen3-Next", "OLMo 3 7B")
-FAMILIES = [
-    name if name in UNLIKE else pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED
-]
+# What a head reads of a base, and what a layer of it is, are apart: a second head with one family.
+USUAL_PAIRS = {*(("clover2", family) for family in UNLIKE), ("clover_lr", "Qwen3-Next")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        pytest.param(*pair, marks=() if pair in USUAL_PAIRS else pytest.mark.slow)
+        for pair in itertools.product(DRAFTERS, PUBLISHED)
+    ],
+)
 def test_every_head_trains_and_decodes_on_the_proportions_of_a_published_base(name, family):
     config = dataclasses.replace(TINY, eos_token_ids=(2, 5), **PUBLISHED[family])
     base, prompts = random_base(config), random_prompts(2, seed=4)
@@ -353,15 +353,19 @@ def first_losses(name, scales, fitted=True):
 
 
 # Medusa with the base's lm_head has nothing of its own to scale: it starts as the base, by design.
-OWN_SCALE = [
-    name if name in USUAL else pytest.param(name, marks=pytest.mark.slow)
-    for name in DRAFTERS
-    if name != "medusa-shared"
-]
+OWN_SCALE = [name for name in DRAFTERS if name != "medusa-shared"]
+# All scales at once, and the one that the others undo; the rest of the product is for the slow run.
+USUAL_SCALES = {"all, with a soft cap", "embedding of length 1"}
 
 
-@pytest.mark.parametrize("scales", SCALES)
-@pytest.mark.parametrize("name", OWN_SCALE)
+@pytest.mark.parametrize(
+    ("name", "scales"),
+    [
+        pytest.param(name, scales, marks=() if is_usual else pytest.mark.slow)
+        for name, scales in itertools.product(OWN_SCALE, SCALES)
+        for is_usual in [name in ("clover2", "clover_lr") and scales in USUAL_SCALES]
+    ],
+)
 def test_no_head_begins_worse_than_guessing_whatever_the_bases_scales_are(name, scales):
     losses = first_losses(name, scales)
     assert losses.max() <= math.log(TINY.vocab_size) + 0.01
