@@ -360,7 +360,9 @@ class Engine:
         decode = self.programs([row.request for row in rows.values()]).decode
         # Where all rows have any token, their programs know no masks.
         is_masked = self._has_masks([row.request for row in rows.values()])
-        making = [functools.partial(self._masks, rows)] if is_masked else []
+        making: list[Any] = []
+        if is_masked:
+            making = [functools.partial(each, rows) for each in (self._chains, self._masks)]
         started = self._compiling.now()
         self.state, records = decode(self._weights, self.state, filled, num_steps, *making)
         # The host reads copies, since the next steps consume the state.
@@ -371,6 +373,13 @@ class Engine:
         # An engine that does not adapt has one set of programs.
         has_form = any(request.form is not None for request in requests)
         return self.config.sampling.masked and (has_form or not self._adapts)
+
+    def _chains(self, rows: dict[int, _Row]) -> dict[int, list[int]]:
+        """Return the tokens that the rows' forms force next, by slot."""
+        # The root must have been matched: the first one of a row is not known here.
+        matched = {slot: row for slot, row in rows.items() if row.num_matched > 0}
+        chains = {slot: row.matcher.compute_ff_tokens() for slot, row in matched.items()}
+        return {slot: chain for slot, chain in chains.items() if chain}
 
     def _masks(self, rows: dict[int, _Row], tokens: np.ndarray, parent: np.ndarray) -> np.ndarray:
         """Return the tokens that may follow each slot of the rows' trees, as bits."""

@@ -145,6 +145,33 @@ def problem_of(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
 
 
+def draft_chain(
+    chain: Sequence[int], tokens: np.ndarray, parent: np.ndarray, is_shared: bool
+) -> None:
+    """Put tokens that a form forces on a path of a tree, from the root down, in place.
+
+    tokens, parent: of the slots, parents first, negative tokens in unused ones. is_shared: whether
+        the parents are those of all rows and stay; then other drafted tokens make way.
+
+    Example: the chain [7, 8] and tokens [5, 7, -1], parent [-1, 0, 0] give [5, 7, 8], [-1, 0, 1].
+    """
+    slot = 0
+    for token in chain:
+        children = np.flatnonzero((parent == slot) & (tokens >= 0))
+        same = children[tokens[children] == token]
+        unused = np.flatnonzero(tokens < 0)
+        unused = unused[(parent[unused] == slot) if is_shared else (unused > slot)]
+        if len(same):
+            slot = same[0]
+        elif len(unused):
+            parent[unused[0]], slot = slot, unused[0]
+        elif len(children):
+            slot = children[0]
+        else:
+            return
+        tokens[slot] = token
+
+
 def fill_masks(
     matcher: LLMatcher,
     tokens: Sequence[int],

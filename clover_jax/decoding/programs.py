@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from clover_jax.array_types import Array, Bool, Int, PyTree
+from clover_jax.decoding.grammars import draft_chain
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import MOST_ALTERNATIVES, RowBias, RowPenalties, Scores, row_key
 from clover_jax.decoding.state import (
@@ -43,6 +44,7 @@ from clover_jax.decoding.step import (
     speculate_and_verify,
     verify_tree,
 )
+from clover_jax.decoding.tree import DrawnTree
 from clover_jax.decoding.tree_config import CopyTree
 from clover_jax.models.meshes import shape_of
 from clover_jax.models.placement import (
@@ -59,7 +61,7 @@ Options = dict[str, bool | int | str]
 Records = StepRecord | tuple[StepRecord, ...]
 # (weights, state, filled, most) -> (state, records)
 # filled: [B] which slots hold a row; most: steps to run, None for a whole chunk
-# With masks (`SamplingConfig.masked`) a chunk is one step, and the last argument makes the masks.
+# With masks (`SamplingConfig.masked`) a chunk is one step, with more arguments that make them.
 Chunk = Callable[..., tuple[DecodeState, Records]]
 Carry = TypeVar("Carry")
 
@@ -320,8 +322,9 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
 def compile_masked_step(config: StepConfig, placement: Placement) -> Chunk:
     """Return a function that runs one step, with masks that the host makes in the middle of it.
 
-    They are made from the drafted tree, while the device verifies it. The function's last argument
-    is (tokens [B, T], parent [B or 1, T]) -> masks as in `sampling.mask_out`.
+    They are made from the drafted tree, while the device verifies it. The function's last arguments
+    are chains() -> {row: tokens that its form forces}, which are drafted in place of others, and
+    masks(tokens [B, T], parent [B or 1, T]), as in `sampling.mask_out`.
     """
 
     def last(weights: Weights, state: DecodeState, *more: Any) -> tuple[DecodeState, StepRecord]:
@@ -334,16 +337,30 @@ def compile_masked_step(config: StepConfig, placement: Placement) -> Chunk:
     ending = placement.compiled(last, donate_argnums=1, **options)
 
     def step(
-        weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None, make: Callable
+        weights: Weights,
+        state: DecodeState,
+        filled: np.ndarray,
+        most: int | None,
+        chains: Callable[[], dict[int, list[int]]],
+        masks: Callable[[np.ndarray, np.ndarray], np.ndarray],
     ) -> tuple[DecodeState, tuple[StepRecord]]:
         state, drafted = drafting(weights, state)
         tree = drafted.tree
         # Copied before the forward begins, or the host would wait for that.
         slots = placement.copies((tree.tokens, tree.parent))
+        # Draws from the draft must stay as they were drawn.
+        if not isinstance(drafted, DrawnTree) and tree.depth and (forced := chains()):
+            tokens, parent = map(np.array, jax.device_get(slots))
+            for row, chain in forced.items():
+                above = parent[row % len(parent)]
+                draft_chain(chain[: tree.depth], tokens[row], above, len(parent) < len(tokens))
+            slots = tokens, parent
+            tree = tree.replace(tokens=placement.array(tokens), parent=placement.array(parent))
+            drafted = drafted.replace(tree=tree)
         with placement.in_use():
             verified = verifying(weights, state, tree)
-        masks = placement.array(make(*jax.device_get(slots)))
-        state, record = ending(weights, state, drafted, verified, masks)
+        allowed = placement.array(masks(*jax.device_get(slots)))
+        state, record = ending(weights, state, drafted, verified, allowed)
         return state, (record,)
 
     return step

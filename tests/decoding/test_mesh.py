@@ -192,3 +192,44 @@ def test_a_step_gathers_no_logits(collectives):
 def test_no_row_leaves_its_devices(collectives):
     found = collectives[OVER_ALL]
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}
+
+
+# Rows with penalties, and rows that must match a form: both change scores that lie split.
+CHANGED_SCORES = """
+import dataclasses, json, sys, tempfile
+from pathlib import Path
+import jax
+from transformers import AutoTokenizer
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.grammars import Grammars
+from clover_jax.decoding.requests import Request
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
+from clover_jax.models.meshes import make_mesh, parse_mesh
+from tests.tiny_folders import SPEAKING
+from tests.tiny_models import SMALL_TREE, random_base, random_head
+from tests.tiny_tokenizers import save_byte_level
+
+base = dataclasses.replace(SPEAKING, vocab_size=264, eos_token_ids=(1,))
+tokenizer = AutoTokenizer.from_pretrained(save_byte_level(Path(tempfile.mkdtemp())))
+penalties = SamplingParams(repetition_penalty=1.4, frequency_penalty=0.4)
+form = '{"json": {"type": "array", "items": {"enum": ["the", 5]}, "minItems": 2}}'
+rows = [Request(i, [5 + i, 9], 16, (1,), params=penalties) for i in range(2)]
+rows += [Request(i, [5 + i, 9], 16, (1,), form=form) for i in (2, 3)]
+head, params = random_head(base)
+for name in sys.argv[1:]:
+    mesh = make_mesh(parse_mesh(name, 8)) if name else None
+    rules = SamplingConfig("lossless", "topk", penalized=True, masked=True)
+    options = {"batch_size": 4, "mesh": mesh, "grammars": Grammars(tokenizer, 264, (1,))}
+    engine = Engine(base, head, SMALL_TREE, rules, adapts=True, **options)
+    found = {}
+    for some in (rows[:2], rows):  # the first two by programs that know no masks
+        done = engine.stream(random_base(base), params, some)
+        found[len(some)] = {u.row.index: [u.row.output_ids, u.row.accepted] for u in done if u.done}
+    assert all(found[2][i] == found[4][i] for i in (0, 1))
+    print(json.dumps([found[4][i] for i in range(4)]))
+"""
+
+
+def test_penalties_and_forms_on_a_mesh_give_the_tokens_of_one_device(run_python):
+    rows = rows_on(run_python, CHANGED_SCORES, ["data=2,tensor=4"])
+    assert any(any(accepted) for _, accepted in rows)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from clover_jax import api
 from clover_jax.decoding import programs
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.grammars import Grammars, fill_masks, form_text
+from clover_jax.decoding.grammars import Grammars, draft_chain, fill_masks, form_text
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
@@ -102,6 +102,34 @@ def test_every_slot_has_the_mask_after_its_path(forms):
             else:
                 assert (masks[slot] == -1).all()
     assert reached > 100
+
+
+def test_a_chain_takes_equal_tokens_then_unused_slots_then_others():
+    def drafted(chain, tokens, parent, is_shared):
+        tokens, parent = np.array(tokens), np.array(parent)
+        draft_chain(chain, tokens, parent, is_shared)
+        return tokens.tolist(), parent.tolist()
+
+    # The docstring's example.
+    assert drafted([7, 8], [5, 7, -1], [-1, 0, 0], False) == ([5, 7, 8], [-1, 0, 1])
+    # No slot is free: the first child makes way, and a leaf ends the chain.
+    full = [5, 6, 7, 8], [-1, 0, 0, 1]
+    assert drafted([9, 1, 2], *full, True) == ([5, 9, 7, 1], full[1])
+    assert drafted([7, 1], *full, True) == full
+    # Parents that all rows share stay.
+    assert drafted([9], [5, 6, -1, -1], [-1, 0, 1, 0], True) == ([5, 6, -1, 9], [-1, 0, 1, 0])
+
+
+def test_what_a_form_forces_is_drafted(forms):
+    """Every token of a text that only one path spells is accepted as drafted."""
+    form = form_text({"regex": "[0-9]: the heh the heh the heh!"})
+    request = dataclasses.replace(requests()[0], form=form, max_new_tokens=40)
+    tree = parse_tree("chain:4")
+    rules = dataclasses.replace(RULES, verify="lossless", draft_sampling="topk")
+    engine = Engine(BASE, random_head(BASE)[0], tree, rules, grammars=forms)
+    (row,) = decode(engine, [request])
+    assert row.output_ids == slow(forms, request)
+    assert row.tau > 2
 
 
 @pytest.mark.parametrize(
