@@ -32,6 +32,7 @@ class Layout:
     copies: stored names of frozen copies of base matrices -> "lm_head" or "embedding".
     more_tensors: stored tensors that follow from the config.
     optional: names of redundant tensors that may be stored.
+    offset: what is added to a stored tensor, by its name.
     file: the name of the weights' file.
     warning: printed when this layout is written.
     """
@@ -48,6 +49,7 @@ class Layout:
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     optional: tuple[str, ...] = ()
+    offset: Callable[[str], float] = lambda name: 0.0
     file: str = "model.safetensors"
     warning: str | None = None
 
