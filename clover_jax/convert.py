@@ -11,6 +11,7 @@ which is recognised; --to selects the layout to write:
   eagle3        the official EAGLE-3 layout, which SGLang reads too
   eagle3_tpu    the same for tpu-inference's JAX models
   dflash2       a DFlash 2 or DFlash head as vLLM, SGLang and llama.cpp read it
+  mtp           the drafting layer of a Qwen3-Next or Qwen3.5, as its folder has it
   medusa        the original Medusa layout; medusa_vllm is vLLM's
   speculators   vLLM's speculators: EAGLE-3, or EAGLE-1 as in the library's first version
 

@@ -41,6 +41,7 @@ DRAFTERS = {
     "medusa-shared": ("medusa", {"own_output": False}),
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {"num_positions": 4}),
+    "mtp": ("mtp", {"num_positions": 2}),
     "dflash2": ("dflash2", {"num_layers": 1, "num_positions": 5, "rank": 8, "candidates": 3}),
 }
 

@@ -38,6 +38,7 @@ class Layout:
     classes: architectures that its tools write; others are named. Empty for any.
     fields: further fields, which are read or which servers write for themselves; see
         `tell_unknown`. Others are named.
+    offset: what is added to a stored tensor, by its name.
     file: the name of the weights' file.
     warning: printed when this layout is written.
     """
@@ -57,6 +58,7 @@ class Layout:
     family: str = "llama"
     classes: tuple[str, ...] = ()
     fields: Mapping[str, Set[str] | None] = dataclasses.field(default_factory=dict)
+    offset: Callable[[str], float] = lambda name: 0.0
     file: str = "model.safetensors"
     warning: str | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clover_jax.checkpoints import clover2, dflash2, eagle, medusa
+from clover_jax.checkpoints import clover2, dflash2, eagle, medusa, mtp
 from clover_jax.checkpoints.config_json import read_config
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.tensor_files import TensorFiles
@@ -21,6 +21,7 @@ LAYOUTS: dict[str, Layout] = {
         eagle.EAGLE3,
         eagle.EAGLE3_TPU,
         dflash2.LAYOUT,
+        mtp.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,
         eagle.SPECULATORS,

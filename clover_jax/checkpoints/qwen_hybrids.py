@@ -3,8 +3,8 @@
 Attention norms queries and keys, rotates a part of each head, and multiplies its output by a gate
 that is stored next to the queries. All norms are stored as w for 1 + w, but for the one within a
 delta net. Experts come with one more that every token reads. Of Qwen3.5's models for images the
-text is read: for text-only input M-RoPE reduces to RoPE. Their own heads that draft (`mtp`) are
-left out.
+text is read: for text-only input M-RoPE reduces to RoPE. Their own layer that drafts is read only
+when it is asked for (`mtp.py`).
 """
 
 from __future__ import annotations

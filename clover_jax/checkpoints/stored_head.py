@@ -15,6 +15,7 @@ from flax.traverse_util import unflatten_dict
 from safetensors.numpy import save_file
 
 from clover_jax.array_types import FLOAT32, LeafPath, Params
+from clover_jax.checkpoints import mtp
 from clover_jax.checkpoints.base import (
     BaseModel,
     described_differences,
@@ -33,6 +34,7 @@ from clover_jax.checkpoints.config_json import read_config
 from clover_jax.checkpoints.layout import Layout, tell_unread
 from clover_jax.checkpoints.layouts import NATIVE, recognise
 from clover_jax.checkpoints.loading import place_as
+from clover_jax.checkpoints.quantized_config import read_quantization
 from clover_jax.checkpoints.sources import find_directory, found_below
 from clover_jax.checkpoints.tensor_files import TensorFiles, check_finite
 from clover_jax.checkpoints.tensor_map import fuse, stored_shapes
@@ -86,6 +88,8 @@ def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | Non
 
     Raises UserError without a head, or if `rope_theta` is given for a native head.
     """
+    if source == mtp.NAME:
+        return Path(), mtp.LAYOUT
     directory = find_directory(source)
     native = native_directory(directory)
     if native is None:
@@ -121,12 +125,18 @@ def open_head(
     directory, layout = find_head(source, rope_theta)
     if layout is None:
         return _open_native(directory, source, base, allow_base_mismatch)
+    if source == mtp.NAME:
+        directory = base.directory
 
     # The config determines which tensors to expect, with the vocabulary as it is stored.
     path = directory / "config.json"
     values = read_config(path)
+    # A head that lies in the base's folder may be quantized as the base is, whose config was read.
+    is_own = source == mtp.NAME
+    quantization = read_quantization(values, path) if is_own else None
     stored = layout.parse_config(values, path, base.config)
-    tell_unread(values, path, layout)
+    if not is_own:
+        tell_unread(values, path, layout)
     # Some heads were trained with another rotary base than the one in their config.
     if rope_theta:
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)
@@ -151,10 +161,15 @@ def open_head(
     _check_widths(config, base, str(directory))
 
     # Every stored tensor must be accounted for.
-    files, own = TensorFiles(directory), stored_shapes(layout.leaves(stored))
+    files = TensorFiles(directory, quantization)
+    own = stored_shapes(layout.leaves(stored))
     copies = dict.fromkeys(layout.copies, (stored.vocab_size, stored.layer.hidden_size))
     further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
-    files.check(own | copies | further, harmless=layout.optional.__contains__)
+    files.check(
+        own | copies | further,
+        # The base's own tensors lie next to such a head.
+        harmless=lambda name: name in layout.optional or directory == base.directory,
+    )
     # Types of the head's own tensors only: copies and tables of ids may have others.
     dtypes = {name: files.dtype(name) for name in own}
 
@@ -170,6 +185,8 @@ def open_head(
     def read(path: LeafPath) -> np.ndarray:
         leaf = leaves[path]
         params = fuse(leaf, lambda name: files.view(name)[: kept[name][0]])
+        if any(offset := layout.offset(piece.name) for piece in leaf.pieces):
+            params = params.astype(np.float32) + np.float32(offset)
         files.check_part([piece.name for piece in leaf.pieces], params)
         return params
 
@@ -317,7 +334,10 @@ def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseM
     for leaf in layout.leaves(head.config):
         params = head.read(leaf.path)
         for piece in leaf.pieces:
-            tensors[piece.name] = piece.unpermuted(params).reshape(piece.shape)
+            part = piece.unpermuted(params).reshape(piece.shape)
+            if offset := layout.offset(piece.name):
+                part = (part.astype(np.float32) - np.float32(offset)).astype(dtype)
+            tensors[piece.name] = part
     # Copies of the base's matrices are cast to the head's type.
     matrices = {"lm_head": base.lm_head, "embedding": base.params["embedding"]}
     for name, which in layout.copies.items():

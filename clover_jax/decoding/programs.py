@@ -44,7 +44,6 @@ from clover_jax.decoding.step import (
     speculate_and_verify,
     verify_tree,
 )
-from clover_jax.decoding.tree import DrawnTree
 from clover_jax.decoding.tree_config import CopyTree
 from clover_jax.models.meshes import shape_of
 from clover_jax.models.placement import (
@@ -349,7 +348,7 @@ def compile_masked_step(config: StepConfig, placement: Placement) -> Chunk:
         # Copied before the forward begins, or the host would wait for that.
         slots = placement.copies((tree.tokens, tree.parent))
         # Draws from the draft must stay as they were drawn.
-        if not isinstance(drafted, DrawnTree) and tree.depth and (forced := chains()):
+        if drafted.drafts is None and tree.depth and (forced := chains()):
             tokens, parent = map(np.array, jax.device_get(slots))
             for row, chain in forced.items():
                 above = parent[row % len(parent)]

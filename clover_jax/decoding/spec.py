@@ -27,6 +27,7 @@ class ModelSpec(ChatSettings, BaseSettings):
     draft: str = _draft(
         NO_DRAFT,
         "a draft directory, a training workdir, a hub id, or a folder in an official layout; "
+        "mtp: the drafting layer stored with the base (Qwen3-Next, Qwen3.5); "
         "lookup: the continuation of the latest earlier match in the text; recycle: the base's "
         "earlier predictions after the same token; none: plain decoding",
     )

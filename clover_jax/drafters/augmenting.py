@@ -89,8 +89,10 @@ def silent_layers(config: DrafterConfig, base_params: Params, num_layers: int) -
 
 def silent(params: Params) -> Params:
     """Return an attention's or an MLP's params with which it adds nothing to the state."""
-    writing = {"out", "out_bias", "down", "down_bias"}
-    return {name: jnp.zeros_like(x) if name in writing else x for name, x in params.items()}
+    writing = {"out", "out_bias", "down", "down_bias", "expert_down", "expert_down_bias"}
+    return jax.tree.map_with_path(
+        lambda path, x: jnp.zeros_like(x) if path[-1].key in writing else x, params
+    )
 
 
 def unit_rms(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:

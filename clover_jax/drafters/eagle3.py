@@ -8,15 +8,13 @@ and e its input embedding, frozen:
     o_t = y + mlp(norm(y))
     lm_head norm_o(o_t)                     proposes x_{t+2}; both are the head's own
 
-Drafting on, o_t takes the place of s_{t+1}. Training does the same ("training-time test"): step j
-reads e(x_{t+1+j}) and the output of step j-1 at t, at position t+j, and attends to step 0's keys
-up to t and, of each step 1..j, to the key at its own t.
+Drafting on, o_t takes the place of s_{t+1}. Training does the same ("training-time test",
+`on_own_drafts`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -34,14 +32,10 @@ from clover_jax.drafters.drafter import (
 )
 from clover_jax.drafters.layer_drafter import (
     LayerDrafter,
-    Prefix,
-    attend_path,
-    empty_path,
 )
-from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.decoder import Attend, SelfAttention, attend, packed_mask, project
+from clover_jax.models.decoder import Attend, SelfAttention, attend, project
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, matrix_init
 
@@ -92,22 +86,9 @@ class Eagle3(LayerDrafter):
         self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         """Return the output of every step; a segment's last j + 1 positions have no pair at j."""
-        tokens, positions, mask = batch.tokens, batch.positions, packed_mask(batch.segment_ids)
-        # Step 0 reads the base's states.
-        embedded = embed_input(self.config, frozen, shift_left(tokens, 1))
-        hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
-        outputs, prefix = [hidden], Prefix(rows, mask, positions)
-        path = empty_path(self.config.layer, len(tokens), tokens.shape[1], hidden.dtype)
-
-        # Later steps read their own output, and attend along their own path only.
-        for step in range(1, self.config.num_positions):
-            embedded = embed_input(self.config, frozen, shift_left(tokens, step + 1))
-            own = functools.partial(attend_path, path=path, prefix=prefix)
-            hidden, fresh = self.run(embedded, hidden, positions + step, None, attend=own)
-            outputs.append(hidden)
-            path = path.extended(fresh)
+        outputs = self.on_own_drafts(frozen, features, batch)
         if self.is_initializing():
-            self.output_norm(hidden)  # `logits` is not called here
+            self.output_norm(outputs[-1])  # `logits` is not called here
         return jnp.stack(outputs)
 
     def logits(

@@ -19,10 +19,11 @@ from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.drafters.augmenting import run_trunk
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
-from clover_jax.drafters.tokens import embed_input
+from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.attention import RunningSoftmax, attend_cache, attend_rows, finish
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, KeyValue, init_cache
-from clover_jax.models.decoder import Attend, attend
+from clover_jax.models.decoder import Attend, attend, packed_mask
 from clover_jax.models.score_rules import ScoreRules, scaled
 
 
@@ -128,6 +129,30 @@ class LayerDrafter(Drafter):
             functools.partial(attend_path, path=above.path),
         )
         return BranchState(hidden, above.path.extended(fresh), above.length)
+
+    def on_own_drafts(
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch
+    ) -> list[Float[Array, "B S D"]]:
+        """Return the outputs of `num_positions` steps, the first from the base's states.
+
+        Step j reads e(x_{t+1+j}) and the output of step j-1 at t, at position t+j, and attends to
+        step 0's keys up to t and, of each step 1..j, to the key at its own t.
+        """
+        tokens, positions, mask = batch.tokens, batch.positions, packed_mask(batch.segment_ids)
+        # Step 0 reads the base's states.
+        embedded = embed_input(self.config, frozen, shift_left(tokens, 1))
+        hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
+        outputs, prefix = [hidden], Prefix(rows, mask, positions)
+        path = empty_path(self.config.layer, len(tokens), tokens.shape[1], hidden.dtype)
+
+        # Later steps read their own output, and attend along their own path only.
+        for step in range(1, self.config.num_positions):
+            embedded = embed_input(self.config, frozen, shift_left(tokens, step + 1))
+            own = functools.partial(attend_path, path=path, prefix=prefix)
+            hidden, fresh = self.run(embedded, hidden, positions + step, None, attend=own)
+            outputs.append(hidden)
+            path = path.extended(fresh)
+        return outputs
 
     def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
         """Return the states of committed positions: the features as they are."""

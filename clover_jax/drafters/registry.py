@@ -36,6 +36,7 @@ DRAFTERS = {
     "eagle": ("eagle", "EagleConfig", "Eagle"),
     "eagle3": ("eagle3", "Eagle3Config", "Eagle3"),
     "dflash2": ("dflash2", "DFlash2Config", "DFlash2"),
+    "mtp": ("mtp", "MTPConfig", "MTP"),
 }
 # The same for drafters without weights; --draft takes these names.
 TRAINING_FREE = {

@@ -24,6 +24,7 @@ TARGETS = (
     "eagle3",
     "eagle3_tpu",
     "dflash2",
+    "mtp",
     "medusa",
     "medusa_vllm",
     "speculators",

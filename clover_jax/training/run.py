@@ -17,19 +17,23 @@ import grain
 import jax
 from jax.sharding import Mesh
 
+from clover_jax.array_types import Array
+from clover_jax.checkpoints import mtp
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.stored_head import open_head
 from clover_jax.data.chat_templates import frozen_clock
 from clover_jax.data.pipeline import make_pipeline
 from clover_jax.data.prepared import TRAIN, is_prepared
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
+from clover_jax.models.param_layouts import leaf_path
 from clover_jax.models.placement import param_shardings, place_rows, rows_of_process, with_shardings
 from clover_jax.runtime.checkpoint import Checkpoints
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import agreed, is_primary, wait_for_all
 from clover_jax.runtime.files import check_renames, only_process_in, read_json_object, write_json
-from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.runtime.progress import Progress, progress_bar, say
 from clover_jax.training.outputs import (
     BEST,
     DRAFT,
@@ -390,7 +394,31 @@ def restore_or_init(
         return restored
     # Without out_shardings the optimiser's state would lie on one device.
     init = jax.jit(init_state, static_argnums=(0, 2), out_shardings=placed)
-    return init(config, base.params, seed), 0
+    return _as_the_base_brings_it(config, base, init(config, base.params, seed)), 0
+
+
+def _as_the_base_brings_it(
+    config: TrainStepConfig, base: BaseModel, state: TrainState
+) -> TrainState:
+    """Return the fresh state of an MTP head with the params that are stored with the base."""
+    if config.head.config.kind != mtp.NAME:
+        return state
+    if not mtp.brings_one(base):
+        say(f"{base.source} has no drafting layer of its own: the head begins as the base")
+        return state
+    say(f"the head begins as the drafting layer of {base.source}")
+    stored = open_head(mtp.NAME, base)
+    if stored.config.layer != config.head.config.layer:
+        raise UserError(
+            "the drafting layer of this base has its rotation; leave out --draft_rope_theta"
+        )
+
+    # Leaf by leaf, each where the fresh one lies.
+    def read(path: tuple, leaf: Array) -> Array:
+        values = stored.read(leaf_path(path)).astype(leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, lambda index: values[index])
+
+    return state.replace(params=jax.tree.map_with_path(read, state.params))
 
 
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:

@@ -143,8 +143,8 @@ def test_a_gradient_reaches_every_parameter(name):
         assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
 
 
-# EAGLE-3 learns from the base's distribution alone, and a random base's is flat: see its own tests.
-@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "eagle3"])
+# These learn from the base's distribution alone, and a random base's is flat: see their own tests.
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name not in ("eagle3", "mtp")])
 def test_training_on_one_batch_lowers_its_loss(name):
     params, losses = random_head(name=name)[1], []
     for _ in range(30):
