@@ -38,12 +38,12 @@ from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
 from clover_jax.decoding.models import Models, load
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.row_stream import open_stream
-from clover_jax.decoding.sampler import Sampler, Samples
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_settings
 from clover_jax.models.meshes import mesh_for
 from clover_jax.training.run import run_training
+from clover_jax.training.sampler import Sampler, Samples
 from clover_jax.training.settings import TrainSettings
 
 __all__ = [

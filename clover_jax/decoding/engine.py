@@ -14,8 +14,8 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -55,6 +55,22 @@ from clover_jax.runtime.compile_clock import CompileClock
 _FINISH_REASONS = {EOS: "eos", LENGTH: "length"}  # of rows that the device has ended
 
 
+class Learner(Protocol):
+    """Trains the head between chunks of steps; `training/adapting.py` has one."""
+
+    def watch(self, seconds: float, is_greedy: bool) -> None:
+        """Note how long a chunk of steps took, and whether all of its rows are greedy."""
+
+    def take(self, text: np.ndarray, num_taken: int, is_last: bool) -> int:
+        """Take a row's prompt and tokens so far; return how many tokens are taken by now.
+
+        num_taken: what was returned for the row before, or the length of its prompt.
+        """
+
+    def learn(self, base_params: Params, now: Callable[[], float]) -> Params | None:
+        """Return the head's new params; None where it takes no step now. now: a clock."""
+
+
 @dataclasses.dataclass
 class _Row:
     """A request in its slot.
@@ -64,6 +80,7 @@ class _Row:
     num_new: new tokens that `take` has returned.
     matcher: of the request's form; it has read `num_matched` new tokens.
     error: why the row cannot go on.
+    num_learnt: tokens that need no learning: the prompt's, and those that a learner has taken.
     """
 
     request: Request
@@ -75,6 +92,7 @@ class _Row:
     matcher: Any = None
     num_matched: int = 0
     error: str | None = None
+    num_learnt: int = 0
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
     first_score: list[TokenScore] = dataclasses.field(default_factory=list)
 
@@ -175,10 +193,10 @@ class Engine:
         self.states = compile_state_programs(alike, source_size, self.max_eos, self.placement)
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
-        self._reset(Weights({}, {}), CompileClock())
+        self._reset(Weights({}, {}), CompileClock(), None)
 
-    def _reset(self, weights: Weights, compiling: CompileClock) -> None:
-        self._weights, self._compiling = weights, compiling
+    def _reset(self, weights: Weights, compiling: CompileClock, learner: Learner | None) -> None:
+        self._weights, self._compiling, self._learner = weights, compiling, learner
         self.state: DecodeState | None = None
         self._rows: list[_Row | None] = [None] * self.batch_size
         self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
@@ -202,30 +220,37 @@ class Engine:
         draft_params: Params | None,
         compiling: CompileClock,
         size: int | None = None,
+        learner: Learner | None = None,
     ) -> Engine:
         """Return this engine with weights and with empty slots of its own.
 
         compiling: its seconds are not counted as time of rows.
         size: length of the buffers; None lets them grow with the longest request.
+        learner: trains the head on the texts of these slots.
         """
         weights = self.placement.weights(weights_for(self.config.head, base_params, draft_params))
         opened = copy.copy(self)  # the compiled programs are shared
-        opened._reset(weights, compiling)
+        opened._reset(weights, compiling, learner)
         if size is not None:
             opened.state = opened._empty_state(size)
         return opened
 
     def stream(
-        self, base_params: Params, draft_params: Params, requests: Iterable[Request | None]
+        self,
+        base_params: Params,
+        draft_params: Params,
+        requests: Iterable[Request | None],
+        learner: Learner | None = None,
     ) -> Generator[RowUpdate]:
         """Decode requests as slots become free; yield every row's tokens as they come.
 
         requests: the next one is taken whenever a slot is free. None means none for now, as when
             the next turn of a conversation waits for an answer. The stream ends when every row has
             finished and the source is exhausted or yields None.
+        learner: as `open` has it.
         """
         with CompileClock() as compiling:  # compilation is not counted as time of rows
-            slots = self.open(base_params, draft_params, compiling)
+            slots = self.open(base_params, draft_params, compiling, learner=learner)
             rows: dict[int, Generation] = {}
             source = iter(requests)
             while True:
@@ -317,7 +342,8 @@ class Engine:
             return not continues, self._last_used[slot]
 
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
-        self._rows[slot] = _Row(request, self._compiling.now(), matcher=self._matcher(request))
+        begun, prompt = self._compiling.now(), len(request.prompt_ids)
+        self._rows[slot] = _Row(request, begun, matcher=self._matcher(request), num_learnt=prompt)
         self._reading.append(slot)
         self._num_joined += 1
         self._last_used[slot] = self._num_joined
@@ -349,7 +375,9 @@ class Engine:
         """
         self.begin(num_steps)
         self.wait()
-        return self.take()
+        news = self.take()
+        self.learn()
+        return news
 
     def begin(self, num_steps: int | None = None) -> None:
         """Start a chunk of steps as `advance` does; only `take` may be called before `wait`."""
@@ -445,7 +473,26 @@ class Engine:
                 self._held[slot] = self._kept(row.request, text.tokens[slot, : text.end[slot]])
         if count := max(len(new.accepted) for new in news):
             self.step_seconds = (chunk.ended - chunk.started) / count
+
+        if (learner := self._learner) is not None:
+            greedy = all(row.request.params.temperature == 0 for row in chunk.rows.values())
+            learner.watch(chunk.ended - chunk.started, greedy)
+            for new, row in zip(news, chunk.rows.values(), strict=True):
+                ids = text.tokens[new.slot, : text.end[new.slot]]
+                row.num_learnt = learner.take(ids, row.num_learnt, new.is_last)
         return news
+
+    def learn(self) -> None:
+        """Let the learner make a step, if there is one and it wants to; the device is idle now.
+
+        What the head's caches hold stays: it was computed with older params, which changes what is
+        drafted and no text.
+        """
+        if self._learner is None:
+            return
+        params = self._learner.learn(self._weights.base, self._compiling.now)
+        if params is not None:
+            self._weights = self.placement.weights(self._weights.replace(draft=params))
 
     def _read_chunk(self, slot: int) -> Array:
         """Start to read the next chunk of a slot's prompt; after the last one insert the row.

@@ -26,6 +26,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.meshes import mesh_for
 from clover_jax.models.placement import param_shardings
 from clover_jax.runtime.dtypes import exact_matmuls
+from clover_jax.training.adapting import Adapter
 
 
 class Samples(NamedTuple):
@@ -57,13 +58,24 @@ class Samples(NamedTuple):
 
 
 class Sampler:
-    """Samples completions of prompts, `batch_size` at once. Not safe for several threads."""
+    """Samples completions of prompts, `batch_size` at once. Not safe for several threads.
 
-    def __init__(self, models: Models, *, batch_size: int = 8, mesh: Mesh | str | None = None):
+    models: of the next call of `sample`. adapter: what trains their head, or None.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        *,
+        batch_size: int = 8,
+        mesh: Mesh | str | None = None,
+        adapt: bool = False,
+    ):
         """Take the models; nothing compiles before the first call of `sample`.
 
         mesh: the devices to decode on: a mesh with our axes, such as a learner's, or its text, as
             "data=2"; None is where the models lie.
+        adapt: train the head on its samples, so that it keeps up with the base.
         """
         if mesh is not None:
             models = dataclasses.replace(
@@ -72,6 +84,7 @@ class Sampler:
             models = dataclasses.replace(models, base=_placed(models, models.base.params))
         self.models = models
         self._batch_size = batch_size
+        self.adapter = Adapter(models) if adapt else None
 
     def update_base(self, params: Params) -> None:
         """Decode with these params of the base from now on.
@@ -123,7 +136,11 @@ class Sampler:
 
         base, draft = self.models.base.params, self.models.draft_params or {}
         with exact_matmuls(str(self.models.dtype)):
-            rows = [update.row for update in engine.stream(base, draft, requests) if update.done]
+            updates = engine.stream(base, draft, requests, self.adapter)
+            rows = [update.row for update in updates if update.done]
+        if self.adapter is not None and self.models.draft is not None:
+            learnt = dataclasses.replace(self.models.draft, params=self.adapter.params)
+            self.models = dataclasses.replace(self.models, draft=learnt)
         return _gather(sorted(rows, key=lambda row: row.index), max_new_tokens)
 
     def _requests(

@@ -85,8 +85,8 @@ def test_a_prompt_is_read_once_for_all_its_completions():
     rollouts, read = sampler(), []
     stream = type(engine).stream
 
-    def watched(self, base, draft, requests):
-        for update in stream(self, base, draft, requests):
+    def watched(*arguments):
+        for update in stream(*arguments):
             if update.done:
                 read.append((update.row.index, len(update.row.prompt_ids) - update.row.num_cached))
             yield update

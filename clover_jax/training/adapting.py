@@ -1,0 +1,213 @@
+"""A head that learns while it serves: small training steps between chunks of decoding steps.
+
+The texts that are decoded are what the head should have drafted. `Adapter` keeps the latest ones in
+a ring and makes training's own step (`step.py`) on some of them, for at most BUDGET of the seconds
+that decoding takes. So a head keeps up with a base that changes (`sampler.py`), or with a user's
+texts. Any head gives the base's text, so this changes speed alone.
+
+The base is run over the texts again instead of keeping the activations that verification had. This
+costs a part of a step (experiments/results/rollouts.md), and what the head learns is always the
+present base's: after an update, activations of older ones would be of no use. It also gives the
+head a prompt's activations, and no program of decoding changes.
+
+Only accepted tokens are learnt from. A rejected node's noise is drawn with again in the next step,
+at the same position: a head that had seen it would not be independent of it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.decoding.models import Models
+from clover_jax.decoding.programs import Placement
+from clover_jax.drafters.registry import TRAINING_FREE
+from clover_jax.errors import UserError
+from clover_jax.models.batch import Batch
+from clover_jax.models.placement import gathered, param_shardings, place_rows
+from clover_jax.runtime.distributed import process_count
+from clover_jax.training.step import (
+    OptimizerConfig,
+    TrainState,
+    TrainStepConfig,
+    head_loss,
+    make_optimizer,
+    make_train_step,
+)
+from clover_jax.training.teacher import teach
+
+BUDGET = 0.05  # of the seconds of decoding
+ROWS, LENGTH = 8, 128  # texts of a step, and their tokens at most
+RING = 4  # such batches of texts are kept
+JUDGED_EVERY = 8  # steps
+FALL = 0.98  # of the tau of the head that is kept: a head below it is taken back
+# A constant rate: 2^30 steps never end. The first ones are short, as Adam's means are of few.
+OPTIMIZER = OptimizerConfig(steps=2**30, learning_rate=1e-3, warmup_steps=8, weight_decay=0.0)
+
+
+class AdapterState(struct.PyTreeNode):
+    """What an adapter's next step depends on, but for the seconds that it is allowed.
+
+    train:  the head in float32, and its optimizer.
+    kept:   the head to go back to.
+    tokens: [R, S] the latest texts, a ring; 0 where a text has ended.
+    kind:   [R, S] 0 behind a text, 1 on tokens that are there for context, 2 on those to learn.
+    texts, steps, taken_back: texts written so far, steps made, and how often `kept` came back.
+    """
+
+    train: TrainState
+    kept: Params
+    tokens: Int[np.ndarray, "R S"]
+    kind: Int[np.ndarray, "R S"]
+    texts: int = 0
+    steps: int = 0
+    taken_back: int = 0
+
+
+class Adapter:
+    """Trains the head of models on the texts that it drafts; a `Learner` of the engine.
+
+    state: see `AdapterState`; the next step consumes its arrays.
+    params: the head to decode with, in the models' type.
+    decoded, spent: seconds of decoding, and of learning, without compilation.
+    """
+
+    def __init__(self, models: Models):
+        """Begin with the head of the models; raises UserError for one that cannot learn."""
+        head, params = models.head, models.draft_params
+        if head is None or params is None or head.config.kind in TRAINING_FREE:
+            kind = "none" if head is None else f"{head.config.kind!r}, which has none"
+            raise UserError(f"adapt trains a head's weights; the draft is {kind}")
+        if "draft" in models.int8:
+            raise UserError("adapt cannot train a head in int8: load it without int8=draft")
+        if process_count() > 1:
+            raise UserError(f"adapt works in one process, and this run has {process_count()}")
+
+        self._mesh, self.params = models.mesh, params
+        self._rows = Placement(models.mesh).whole_rows(ROWS)
+        config = TrainStepConfig(models.base.config, head, OPTIMIZER, mesh=models.mesh)
+        self._step, self._judge = _programs(config)
+        self._greedy, self._dearest = True, 0.0
+        self.decoded = self.spent = 0.0
+
+        ring = np.zeros((RING * self._rows, LENGTH), np.int32)
+        train = _begin(params)
+        self.restore(AdapterState(train, _copied(train.params, train.params), ring, ring.copy()))
+
+    def restore(self, state: AdapterState) -> None:
+        """Go on from a state, such as an earlier run's; its arrays belong to the adapter then."""
+        learnt = state.train, state.kept
+        if self._mesh is not None:
+            learnt = jax.device_put(learnt, param_shardings(learnt, self._mesh))
+        train, kept = jax.tree.map(jnp.asarray, learnt)
+        # The ring is written to on the host: a step's texts are a few kilobytes.
+        tokens, kind = np.array(state.tokens), np.array(state.kind)
+        counts = int(state.texts), int(state.steps), int(state.taken_back)
+        self.state = AdapterState(train, kept, tokens, kind, *counts)
+        self.params = _copied(self.state.train.params, self.params)
+
+    def watch(self, seconds: float, is_greedy: bool) -> None:
+        self.decoded += seconds
+        self._greedy = is_greedy
+
+    def take(self, text: np.ndarray, num_taken: int, is_last: bool) -> int:
+        """Write the end of a text to the ring if half of a ring's row is new, or it has ended."""
+        new = len(text) - num_taken
+        if new < (1 if is_last else LENGTH // 2):
+            return num_taken
+        place, end = self.state.texts % len(self.state.tokens), text[-LENGTH:]
+        for row, values in ((self.state.tokens[place], end), (self.state.kind[place], 1)):
+            row[:], row[: len(end)] = 0, values
+        self.state.kind[place, max(len(end) - new, 0) : len(end)] = 2
+        self.state = self.state.replace(texts=self.state.texts + 1)
+        return len(text)
+
+    def learn(self, base_params: Params, now: Callable[[], float]) -> Params | None:
+        """Make a step on texts of the ring if the budget has room for it.
+
+        The latest texts wait: the head is judged on them before it learns from them.
+        """
+        # Full but for what waits: else the first texts would be learnt again and again.
+        texts, size = self.state.texts, len(self.state.tokens)
+        if texts < size or self.spent + self._dearest > BUDGET * self.decoded:
+            return None
+        began = now()
+        waiting = np.arange(texts - self._rows, texts) % size
+        if self.state.steps % JUDGED_EVERY == JUDGED_EVERY - 1:
+            self._keep_or_take_back(base_params, self._batch(waiting))
+
+        # Drawn by the step's number: a resumed run draws the same.
+        known = np.setdiff1d(np.arange(size), waiting)
+        drawn = np.random.default_rng(self.state.steps).choice(known, self._rows, replace=False)
+        train, _ = self._step(self.state.train, base_params, self._batch(drawn))
+        self.params = _copied(train.params, self.params)
+        self.state = self.state.replace(train=train, steps=self.state.steps + 1)
+        jax.block_until_ready(self.params)
+
+        self._dearest = now() - began
+        self.spent += self._dearest
+        return self.params
+
+    def _batch(self, rows: np.ndarray) -> Batch:
+        kind = self.state.kind[rows]
+        batch = Batch(
+            tokens=jnp.asarray(self.state.tokens[rows]),
+            segment_ids=jnp.asarray(kind > 0, jnp.int32),
+            positions=jnp.broadcast_to(jnp.arange(LENGTH), kind.shape),
+            loss_mask=jnp.asarray(kind == 2),
+        )
+        return batch if self._mesh is None else place_rows(batch, self._mesh)
+
+    def _keep_or_take_back(self, base_params: Params, batch: Batch) -> None:
+        """Compare the head with the one that is kept, on texts that neither has learnt from."""
+        state = self.state
+        heads = state.train.params, state.kept
+        ours, kept = [float(self._judge(self._greedy, head, base_params, batch)) for head in heads]
+        if ours >= kept:
+            self.state = state.replace(kept=_copied(state.train.params, state.kept))
+        elif ours < FALL * kept:
+            train, taken_back = _begin(state.kept), state.taken_back + 1
+            self.state = state.replace(train=train, taken_back=taken_back)
+
+
+@functools.lru_cache(maxsize=8)  # or each adapter of one head would compile them again
+def _programs(config: TrainStepConfig) -> tuple[Callable, Callable]:
+    """Return the compiled step, and `_expected_tau` of a head."""
+    judge = jax.jit(functools.partial(_expected_tau, config), static_argnums=0)
+    return make_train_step(config), judge
+
+
+@jax.jit
+def _copied(params: Params, like: Params) -> Params:
+    """Return a copy of a head's params, which a step would consume, in the types of another's."""
+    return jax.tree.map(lambda leaf, other: jnp.copy(leaf).astype(other.dtype), params, like)
+
+
+@jax.jit
+def _begin(params: Params) -> TrainState:
+    """Return the state before the first step, from a head's params."""
+    # In float32, whatever the head's type: small updates would be lost in bfloat16.
+    params = jax.tree.map(lambda leaf: jnp.copy(leaf).astype(jnp.float32), params)
+    key = jax.random.key_data(jax.random.key(0))
+    return TrainState(params, make_optimizer(OPTIMIZER).init(params), jnp.zeros((), jnp.int32), key)
+
+
+def _expected_tau(
+    config: TrainStepConfig, greedy: bool, params: Params, base_params: Params, batch: Batch
+) -> Float[Array, ""]:
+    """Return the tau of a chain of drafted tokens, as the losses of its positions tell it.
+
+    A position is accepted where the head's best token is the base's, or, of a drawn token, with one
+    less the distance of the two distributions.
+    """
+    teacher = teach(config.base, base_params, config.head.config.features, batch, config.mesh)
+    whole, key = gathered(base_params, config.mesh), jax.random.key(0)
+    metrics = head_loss(config, params, whole, teacher, batch, key)[1]
+    accepted = metrics.accuracy if greedy else 1 - metrics.terms.total_variation
+    return 1 + jnp.cumprod(accepted).sum()
