@@ -342,8 +342,10 @@ class Engine:
             return not continues, self._last_used[slot]
 
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
-        begun, prompt = self._compiling.now(), len(request.prompt_ids)
-        self._rows[slot] = _Row(request, begun, matcher=self._matcher(request), num_learnt=prompt)
+        begun, num_given = self._compiling.now(), len(request.prompt_ids)
+        self._rows[slot] = _Row(
+            request, begun, matcher=self._matcher(request), num_learnt=num_given
+        )
         self._reading.append(slot)
         self._num_joined += 1
         self._last_used[slot] = self._num_joined
