@@ -17,6 +17,7 @@ from clover_jax.checkpoints.quantization import (
     quantize_base,
     quantize_params,
 )
+from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.decoding.models import identity_of, idle_state, load, load_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.step import speculate_and_verify
@@ -152,17 +153,14 @@ def test_another_word_is_refused_and_a_user_on_a_cpu_is_told_that_it_does_not_pa
 
 def test_a_rounded_matrix_lies_on_a_mesh_as_the_matrix_does():
     mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=4))
-    shapes = jax.eval_shape(lambda: quantize_base(random_base_shapes(), ("base",)))
+    # Abstract: params of these widths would take a gigabyte.
+    base = base_shapes(dataclasses.replace(LLAMA3_8B, num_layers=1, vocab_size=1024))
+    shapes = jax.eval_shape(lambda params: quantize_base(params, ("base",)), base)
     places = jax.tree.map(lambda place: place.spec, param_shardings(shapes, mesh))
     layer = places["layers_0"]
     assert layer["mlp"]["down"] == Int8Matrix(P("tensor", "fsdp"), P(None, "fsdp"))
     assert layer["attention"]["qkv"].step == P(None, "tensor", None, None)
     assert places["lm_head"] == Int8Matrix(P("tensor", "fsdp"), P("tensor", None))
-
-
-def random_base_shapes():
-    config = dataclasses.replace(LLAMA3_8B, num_layers=1, vocab_size=1024)
-    return jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(lambda: random_base(config)))
 
 
 def test_a_product_reads_one_byte_an_entry():
