@@ -91,6 +91,7 @@ def adjust_glm4(values: dict[str, Any], name: str, tensor: Any) -> Any:
 def parse_glm4_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a GLM-4.5 config into ours: the first layers have one plain MLP."""
     values = GLM4_MOE_DEFAULTS | values
+    # Experts in one group, behind some layers with a plain MLP.
     for name in ("moe_intermediate_size", "n_shared_experts", "n_group"):
         check_count(values, name, path)
     if values["n_group"] != 1:
@@ -103,6 +104,8 @@ def parse_glm4_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
         raise UserError(
             f"{path}: first_k_dense_replace must be a whole number, 0 or more, not {dense!r}"
         )
+
+    # The shared experts are one of their common size.
     size = values["moe_intermediate_size"]
     config = dataclasses.replace(
         _parse(values, path), query_key_norm=bool(values.get("use_qk_norm", False))

@@ -159,6 +159,8 @@ def _sizes_of_groups(fields: Mapping[str, Any], path: Path) -> Sizes:
     columns: set[int] = set()
     groups = fields.get("config_groups")
     groups = list(groups.values()) if isinstance(groups, dict) else [groups]
+
+    # Which group a module is in need not be known: sizes and names of tensors tell.
     for group in groups:
         weights = group.get("weights") if isinstance(group, dict) else None
         if not isinstance(weights, dict):

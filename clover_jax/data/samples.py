@@ -209,6 +209,7 @@ class SampleCounts:
     def warnings(self, samples: RecordSamples) -> list[str]:
         """Return warnings about samples that can be trained on."""
         lines = []
+        # What is left out, and what loses its context.
         if self.without_answer:
             lines.append(
                 f"{self.without_answer} of {self.samples} samples have no answer to learn from and "
@@ -220,6 +221,8 @@ class SampleCounts:
                 f"--seq_len={samples.seq_len} and are cut: each piece is trained without the text "
                 "before it"
             )
+
+        # Without an end in any answer the template, or the base's config, is the likely mistake.
         if self.answered and samples.eos_token_ids and not self.ended:
             ids = ", ".join(map(str, sorted(samples.eos_token_ids)))
             lines.append(

@@ -161,6 +161,8 @@ def draft_chain(
         same = children[tokens[children] == token]
         unused = np.flatnonzero(tokens < 0)
         unused = unused[(parent[unused] == slot) if is_shared else (unused > slot)]
+
+        # The child that has the token, else a slot that is free, else the first child makes way.
         if len(same):
             slot = same[0]
         elif len(unused):

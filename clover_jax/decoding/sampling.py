@@ -71,27 +71,27 @@ class RowSampling(struct.PyTreeNode):
 
 def empty_sampling(batch: int, biased: bool = False, penalized: bool = False) -> RowSampling:
     """Return greedy settings for `batch` rows, with room for biases and penalties where asked."""
+    bias = RowBias(
+        ids=jnp.full((batch, MOST_BIASED), NO_TOKEN, jnp.int32),
+        values=jnp.zeros((batch, MOST_BIASED)),
+        eos_from=jnp.zeros(batch, jnp.int32),
+    )
+    penalties = RowPenalties(
+        start=jnp.zeros(batch, jnp.int32),
+        repetition=jnp.ones(batch),
+        frequency=jnp.zeros(batch),
+        presence=jnp.zeros(batch),
+        min_p=jnp.zeros(batch),
+    )
+
+    # Programs without biases or penalties have no such fields in their state.
     return RowSampling(
         key=jnp.zeros((batch, 2), jnp.uint32),
         temperature=jnp.zeros(batch),
         top_k=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch),
-        bias=RowBias(
-            ids=jnp.full((batch, MOST_BIASED), NO_TOKEN, jnp.int32),
-            values=jnp.zeros((batch, MOST_BIASED)),
-            eos_from=jnp.zeros(batch, jnp.int32),
-        )
-        if biased
-        else None,
-        penalties=RowPenalties(
-            start=jnp.zeros(batch, jnp.int32),
-            repetition=jnp.ones(batch),
-            frequency=jnp.zeros(batch),
-            presence=jnp.zeros(batch),
-            min_p=jnp.zeros(batch),
-        )
-        if penalized
-        else None,
+        bias=bias if biased else None,
+        penalties=penalties if penalized else None,
     )
 
 

@@ -227,6 +227,8 @@ def form_of(request: CommonRequest) -> Form | None:
         given["response_format"] = asked
     if not given:
         return None
+
+    # One form, under the name that the client gave it.
     field, form = min(given.items())
     if len(given) > 1:
         raise ApiError(f"give one of {' and '.join(sorted(given))}", param=field)
@@ -251,6 +253,8 @@ def _asked_format(asked: Mapping[str, Any]) -> dict[str, Any]:
                 'response_format must have "json_schema": {"name": text, "schema": object}',
                 param="response_format",
             )
+
+    # Any other type, or none.
     raise ApiError(
         f"response_format: type must be text, json_object or json_schema, not "
         f"{shown(asked.get('type'))}",

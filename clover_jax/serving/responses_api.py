@@ -217,12 +217,14 @@ class ResponseAnswers(ChatAnswers):
 
     def _take(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Add parts to the items; return the events."""
+        kind = {"reasoning": "reasoning", "content": "message", "call": "function_call"}
         events = []
         for part in parts:
-            kind = {"reasoning": "reasoning", "content": "message", "call": "function_call"}
+            # Text of another kind, and every call, begins an item.
             is_new = part.name is not None or not self._is_open
             if is_new or self._items[-1]["type"] != kind[part.kind]:
                 events += self._close() + self._open(part)
+
             if part.text:
                 item = self._items[-1]
                 if part.kind == "call":
@@ -279,6 +281,8 @@ class ResponseAnswers(ChatAnswers):
         item, place, self._is_open = self._items[-1], self._place(), False
         item["status"] = "completed"
         events = []
+
+        # What the item holds ends first, then the item.
         if item["type"] == "function_call":
             told = {"name": item["name"], "arguments": item["arguments"]}
             events.append(self._event("response.function_call_arguments.done", **told, **place))
