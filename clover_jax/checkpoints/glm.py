@@ -63,7 +63,7 @@ def parse_glm4_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
 def _parse(values: dict[str, Any], path: Path) -> BaseConfig:
     config = parse_llama_config(values | {"model_type": "glm4", "mlp_bias": False}, path)
-    # Their biases are those of queries, keys and values.
+    # Queries, keys and values have biases.
     return dataclasses.replace(config, output_bias=False)
 
 

@@ -72,7 +72,7 @@ def tell_unread(values: dict[str, Any], path: Path, layout: Layout) -> None:
     tell_unknown(values, path, layout.family, layout.fields)
     kind, classes = values.get("model_type"), values.get("architectures") or []
     if kind not in _PLAIN_TYPES | {layout.family, layout.kind}:
-        say(f"{path}: model_type {kind!r} is not read: its layers are those of {layout.family}")
+        say(f"{path}: model_type {kind!r} is not read: layers are read as {layout.family}'s")
     strange = [name for name in classes if layout.classes and name not in layout.classes]
     if strange:
         say(f"{path}: architectures {strange} is read as {layout.classes[0]} ({layout.name})")

@@ -312,7 +312,7 @@ def _known_ends(config: BaseConfig, path: Path) -> BaseConfig:
     if known != config.eos_token_ids:
         unknown = [id_ for id_ in config.eos_token_ids if id_ not in known]
         say(
-            f"{path}: eos_token_id {', '.join(f'{id_!s:.20}' for id_ in unknown)} is no token of "
+            f"{path}: eos_token_id {', '.join(f'{id_!s:.20}' for id_ in unknown)} is not in "
             f"the vocabulary, 0 to {config.vocab_size - 1}, and ends no text"
         )
     return dataclasses.replace(config, eos_token_ids=known)

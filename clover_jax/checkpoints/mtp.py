@@ -62,7 +62,7 @@ def mtp_leaves(config: MTPConfig) -> list[Leaf]:
 
 
 def _layer_leaves(config: MTPConfig) -> list[Leaf]:
-    """Return the leaves of the layer: those of a base that has no other."""
+    """Return the leaves of the layer, which are a one-layer base's."""
     base = BaseConfig(**vars(config.layer), vocab_size=config.vocab_size, num_layers=1)
     of_layer = [leaf for leaf in hybrid_leaves(base) if leaf.path[0] == "layers_0"]
     moved = [dataclasses.replace(leaf, path=("layer", *leaf.path[1:])) for leaf in of_layer]

@@ -102,7 +102,7 @@ def scaled(
 ) -> LazyTensor:
     """Return the matrix whose entry is (code - zero) * scale, in float32.
 
-    codes: returns those of some rows and columns. scale, zero: [A, B], of groups of entries.
+    codes: returns the codes of some rows and columns. scale, zero: [A, B], of groups of entries.
     row_groups, column_groups: which group each row and each column belongs to.
     """
     # Indices beyond the groups would be found only when that part is read.

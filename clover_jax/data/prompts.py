@@ -185,7 +185,7 @@ def _items(path: Path, name: str) -> Iterator[tuple[str, Any]]:
         yield from table_rows(path)
         return
     with open_rows(path) as file:
-        # Some editors begin a file with a byte order mark, which is no part of its first row.
+        # Some editors begin a file with a byte order mark, which the first row does not include.
         content = file.read().removeprefix(codecs.BOM_UTF8)
     # The readers of training data take a list, so it is a likely mistake.
     if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):

@@ -103,7 +103,7 @@ class _Row:
     def match(self, ids: Sequence[int]) -> None:
         """Let the matcher read new tokens."""
         self.num_matched += len(ids)
-        # A token that ends the text is no part of what must match.
+        # A token that ends the text need not match.
         kept = [id_ for id_ in ids if id_ not in self.request.eos_ids]
         if not self.matcher.consume_tokens(kept):
             self.error = self.error or f"the text cannot go on: {problem_of(self.matcher)}"

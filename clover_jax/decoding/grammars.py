@@ -151,7 +151,7 @@ def draft_chain(
     """Put tokens that a form forces on a path of a tree, from the root down, in place.
 
     tokens, parent: of the slots, parents first, negative tokens in unused ones. is_shared: whether
-        the parents are those of all rows and stay; then other drafted tokens make way.
+        all rows share the parents, which stay; then other drafted tokens make way.
 
     Example: the chain [7, 8] and tokens [5, 7, -1], parent [-1, 0, 0] give [5, 7, 8], [-1, 0, 1].
     """

@@ -128,7 +128,7 @@ class Checkpoints:
             logging.getLogger("absl").removeFilter(_is_not_orbax)
 
     def _skip_late_writes(self, unraisable: Any) -> None:
-        """Pass on unraisable errors, except those of writes after another write has failed.
+        """Pass on unraisable errors, except from writes after another write has failed.
 
         Orbax closes its event loop at the first failure; every other write of the same checkpoint
         then fails to report to it, with a traceback each.

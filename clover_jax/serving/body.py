@@ -135,7 +135,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
         return dict(pairs)
 
     def refuse(constant: str) -> NoReturn:
-        raise ApiError(f"{constant} is no number in JSON")
+        raise ApiError(f"{constant} is not a number in JSON")
 
     try:
         text = body.decode("utf-8-sig")

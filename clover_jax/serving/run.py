@@ -284,7 +284,7 @@ def _advice_on_memory(options: ServeOptions) -> contextlib.AbstractContextManage
 
 
 def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
-    """Return what the page shows beside the server's own draft, each with one slot.
+    """Return what the page compares with the server's own draft, each with one slot.
 
     Programs and caches are made when somebody looks. Several processes run one engine only.
     """

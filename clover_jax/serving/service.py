@@ -51,7 +51,8 @@ class Ready(NamedTuple):
         if draft not in self.others:
             offered = ", ".join(self.others) or "nothing"
             raise ApiError(
-                f"beside its own draft this server offers {offered}, not {draft!r}", param="draft"
+                f"in addition to its own draft this server offers {offered}, not {draft!r}",
+                param="draft",
             )
         return self.others[draft]
 

@@ -122,7 +122,7 @@ _Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class _Shape(pydantic.BaseModel):
-    # Strict: "1" is no number, and true is none either. Null stands for what is not there.
+    # Strict: "1" and true are not numbers. Null stands for what is not there.
     model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
