@@ -14,7 +14,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
 from tests.tiny_models import DRAFTERS, TINY, init_head, random_base
 
-KINDS = ("eagle", "eagle3", "dflash2")
+KINDS = ("eagle", "eagle3", "mtp", "dflash2")
 
 
 @functools.cache
@@ -33,7 +33,7 @@ def lively_head(
         return head, _repeating(head.config, params, random_base(config)["embedding"])
     # The last of what fc mixes is the base's state: its last layer's, for a base this small.
     fc = (0.1 * params["fc"]).at[-1].add(jnp.eye(config.hidden_size))
-    if kind == "eagle":
+    if kind in ("eagle", "mtp"):
         return head, {**params, "fc": fc, "layer": {**params["layer"], **_quiet(params["layer"])}}
     return head, {**params, "fc": fc, **_quiet(params)}
 

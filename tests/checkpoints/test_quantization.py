@@ -29,6 +29,7 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.int8 import Int8Matrix, quantize, widen
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh
 from clover_jax.models.placement import param_shardings
+from tests.decoding.test_greedy_equality import FAMILIES
 from tests.tiny_models import (
     DRAFTERS,
     LLAMA3_8B,
@@ -111,6 +112,20 @@ def test_speculation_writes_what_the_rounded_base_writes():
     spoken = texts(base, head, quantize_params(params), SMALL_TREE)
     assert spoken == plain_texts(True)
     assert texts(widened(base), None, None, TreeConfig.root_only()) == plain_texts(True)
+
+
+@pytest.mark.parametrize(
+    "family", ["delta nets", pytest.param("sigmoid router", marks=pytest.mark.slow)]
+)
+def test_other_layers_write_what_their_rounded_matrices_stand_for(family):
+    config = dataclasses.replace(TINY, num_layers=2, **FAMILIES[family][0])
+    base = quantize_base(random_base(config), ("base",))
+    attention = base["layers_0"]["attention"]
+    assert isinstance(attention.get("delta_in", attention.get("qkv")), Int8Matrix)
+    usual = {"prompts": PROMPTS[:3], "max_new_tokens": 12, "config": config, "batch_size": 3}
+    plain = texts_of(decoded(None, "none", base=base, **usual))
+    assert plain == texts_of(decoded(None, "none", base=widened(base), **usual))
+    assert plain == texts_of(decoded(random_head(config), SMALL_TREE, base=base, **usual))
 
 
 def test_a_tied_lm_head_is_rounded_beside_the_embedding():

@@ -16,7 +16,7 @@ from scipy import stats
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from clover_jax.config import BaseConfig
+from clover_jax.config import BaseConfig, DeltaConfig
 from clover_jax.decoding import accept, step
 from clover_jax.decoding.grammars import Grammars, fill_masks, form_text
 from clover_jax.decoding.prefill import prefill_chunk
@@ -259,11 +259,32 @@ def test_texts_are_distributed_as_plain_sampling(drafter, tree, draft_sampling, 
     assert p_value(texts, exact(*warping)) > 1e-3
 
 
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8}
+# Experts and caps; a delta net below gated attention; norms after branches and a sigmoid router.
+UNLIKE = {
+    "experts and caps": EXPERTS | {"logit_cap": 2.0, "score_cap": 1.0},
+    "delta nets": {
+        "num_layers": 2,
+        "delta": DeltaConfig(1, 2, 8, 4, 4),
+        "full_attention_layers": (1,),
+        "output_gate": True,
+        "query_key_norm": True,
+    },
+    "norms after branches": {
+        **EXPERTS,
+        "pre_norms": False,
+        "post_norms": True,
+        "joint_head_norm": True,
+        "router": "sigmoid",
+    },
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("family", UNLIKE)
 @pytest.mark.parametrize("drafter", ["clover2", "clover_lr", "medusa"])
-def test_texts_of_experts_and_capped_logits_are_distributed_as_plain_sampling_s(drafter):
-    experts = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8}
-    base = dataclasses.replace(BASE, logit_cap=2.0, score_cap=1.0, **experts)
+def test_texts_of_other_families_are_distributed_as_plain_sampling_s(drafter, family):
+    base = dataclasses.replace(BASE, **UNLIKE[family])
     texts = sample(SMALL_TREE, "sampled", 1.0, 1.0, drafter, base=base)
     assert p_value(texts, exact(1.0, 1.0, base=base)) > 1e-3
 

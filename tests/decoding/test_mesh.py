@@ -97,7 +97,7 @@ def test_every_family_gives_the_same_tokens_on_a_mesh(run_python, family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [(), ("experts",)])
+@pytest.mark.parametrize("family", [(), ("experts",), ("delta nets",)])
 def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python, family):
     plain = OF_FAMILY if family else TOKENS
     rounded = plain.replace("random_base(base), params,", "rounded, quantize_params(params),")
