@@ -58,8 +58,8 @@ _FINISH_REASONS = {EOS: "eos", LENGTH: "length"}  # of rows that the device has 
 class Learner(Protocol):
     """Trains the head between chunks of steps; `training/adapting.py` has one."""
 
-    def watch(self, seconds: float, is_greedy: bool) -> None:
-        """Note how long a chunk of steps took, and whether all of its rows are greedy."""
+    def watch(self, seconds: float, forwards: int, is_greedy: bool) -> None:
+        """Note what a chunk of steps took, and whether all of its rows are greedy."""
 
     def take(self, text: np.ndarray, num_taken: int, is_last: bool) -> int:
         """Take a row's prompt and tokens so far; return how many tokens are taken by now.
@@ -473,12 +473,13 @@ class Engine:
         for slot, row in chunk.rows.items():
             if self._rows[slot] is None or self._rows[slot] is row:
                 self._held[slot] = self._kept(row.request, text.tokens[slot, : text.end[slot]])
-        if count := max(len(new.accepted) for new in news):
-            self.step_seconds = (chunk.ended - chunk.started) / count
+        seconds, count = chunk.ended - chunk.started, max(len(new.accepted) for new in news)
+        if count:
+            self.step_seconds = seconds / count
 
         if (learner := self._learner) is not None:
             greedy = all(row.request.params.temperature == 0 for row in chunk.rows.values())
-            learner.watch(chunk.ended - chunk.started, greedy)
+            learner.watch(seconds, count, greedy)
             for new, row in zip(news, chunk.rows.values(), strict=True):
                 ids = text.tokens[new.slot, : text.end[new.slot]]
                 row.num_learnt = learner.take(ids, row.num_learnt, new.is_last)

@@ -59,6 +59,7 @@ class AdapterState(struct.PyTreeNode):
     tokens: [R, S] the latest texts, a ring; 0 where a text has ended.
     kind:   [R, S] 0 behind a text, 1 on tokens that are there for context, 2 on those to learn.
     texts, steps, taken_back: texts written so far, steps made, and how often `kept` came back.
+    forwards: of the base, since the last step.
     """
 
     train: TrainState
@@ -68,6 +69,7 @@ class AdapterState(struct.PyTreeNode):
     texts: int = 0
     steps: int = 0
     taken_back: int = 0
+    forwards: int = 0
 
 
 class Adapter:
@@ -78,8 +80,12 @@ class Adapter:
     decoded, spent: seconds of decoding, and of learning, without compilation.
     """
 
-    def __init__(self, models: Models):
-        """Begin with the head of the models; raises UserError for one that cannot learn."""
+    def __init__(self, models: Models, every: int | None = None):
+        """Begin with the head of the models; raises UserError for one that cannot learn.
+
+        every: forwards of the base from one step to the next, for runs that must be repeated to the
+            bit; None lets measured seconds decide.
+        """
         head, params = models.head, models.draft_params
         if head is None or params is None or head.config.kind in TRAINING_FREE:
             kind = "none" if head is None else f"{head.config.kind!r}, which has none"
@@ -89,11 +95,14 @@ class Adapter:
         if process_count() > 1:
             raise UserError(f"adapt works in one process, and this run has {process_count()}")
 
-        self._mesh, self.params = models.mesh, params
+        if every is not None and every < 1:
+            raise UserError(f"adapt_every ({every}) must be at least 1")
+
+        self._mesh, self._every, self.params = models.mesh, every, params
         self._rows = Placement(models.mesh).whole_rows(ROWS)
         config = TrainStepConfig(models.base.config, head, OPTIMIZER, mesh=models.mesh)
         self._step, self._judge = _programs(config)
-        self._greedy, self._dearest = True, 0.0
+        self._greedy, self._last = True, 0.0  # seconds of the last step
         self.decoded = self.spent = 0.0
 
         ring = np.zeros((RING * self._rows, LENGTH), np.int32)
@@ -108,12 +117,13 @@ class Adapter:
         train, kept = jax.tree.map(jnp.asarray, learnt)
         # The ring is written to on the host: a step's texts are a few kilobytes.
         tokens, kind = np.array(state.tokens), np.array(state.kind)
-        counts = int(state.texts), int(state.steps), int(state.taken_back)
-        self.state = AdapterState(train, kept, tokens, kind, *counts)
+        counts = state.texts, state.steps, state.taken_back, state.forwards
+        self.state = AdapterState(train, kept, tokens, kind, *map(int, counts))
         self.params = _copied(self.state.train.params, self.params)
 
-    def watch(self, seconds: float, is_greedy: bool) -> None:
+    def watch(self, seconds: float, forwards: int, is_greedy: bool) -> None:
         self.decoded += seconds
+        self.state = self.state.replace(forwards=self.state.forwards + forwards)
         self._greedy = is_greedy
 
     def take(self, text: np.ndarray, num_taken: int, is_last: bool) -> int:
@@ -135,7 +145,7 @@ class Adapter:
         """
         # Full but for what waits: else the first texts would be learnt again and again.
         texts, size = self.state.texts, len(self.state.tokens)
-        if texts < size or self.spent + self._dearest > BUDGET * self.decoded:
+        if texts < size or not self._is_due:
             return None
         began = now()
         waiting = np.arange(texts - self._rows, texts) % size
@@ -147,12 +157,18 @@ class Adapter:
         drawn = np.random.default_rng(self.state.steps).choice(known, self._rows, replace=False)
         train, _ = self._step(self.state.train, base_params, self._batch(drawn))
         self.params = _copied(train.params, self.params)
-        self.state = self.state.replace(train=train, steps=self.state.steps + 1)
+        self.state = self.state.replace(train=train, steps=self.state.steps + 1, forwards=0)
         jax.block_until_ready(self.params)
 
-        self._dearest = now() - began
-        self.spent += self._dearest
+        self._last = now() - began
+        self.spent += self._last
         return self.params
+
+    @property
+    def _is_due(self) -> bool:
+        if self._every is not None:
+            return self.state.forwards >= self._every
+        return self.spent + self._last <= BUDGET * self.decoded
 
     def _batch(self, rows: np.ndarray) -> Batch:
         kind = self.state.kind[rows]

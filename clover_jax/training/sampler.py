@@ -70,12 +70,16 @@ class Sampler:
         batch_size: int = 8,
         mesh: Mesh | str | None = None,
         adapt: bool = False,
+        adapt_every: int | None = None,
     ):
         """Take the models; nothing compiles before the first call of `sample`.
 
         mesh: the devices to decode on: a mesh with our axes, such as a learner's, or its text, as
             "data=2"; None is where the models lie.
-        adapt: train the head on its samples, so that it keeps up with the base.
+        adapt: train the head on its samples, so that it keeps up with the base, for at most 5 % of
+            the seconds of decoding.
+        adapt_every: forwards of the base between two such steps, whatever they take: for runs that
+            must be repeated to the bit.
         """
         if mesh is not None:
             models = dataclasses.replace(
@@ -84,7 +88,7 @@ class Sampler:
             models = dataclasses.replace(models, base=_placed(models, models.base.params))
         self.models = models
         self._batch_size = batch_size
-        self.adapter = Adapter(models) if adapt else None
+        self.adapter = Adapter(models, adapt_every) if adapt else None
 
     def update_base(self, params: Params) -> None:
         """Decode with these params of the base from now on.

@@ -3,10 +3,10 @@
     python -m experiments.rollouts.grpo --flagfile=experiments/rollouts/parses.flags --draft=lookup
 
 Each update samples --group completions of --prompts_per_update prompts from the current base and
-rewards each with the share of its lines that parse as Python together with the prompt. The
-advantages of a group are its rewards less their mean, over their deviation (GRPO, arXiv 2402.03300,
-without its KL term; each batch is used once, so no ratio is clipped). The base follows their
-gradient by Adam. The draft, if any, is the one it began with: it changes speed, not text.
+rewards each as --aim says (aims.py). The advantages of a group are its rewards less their mean,
+over their deviation (GRPO, arXiv 2402.03300, without its KL term; each batch is used once, so no
+ratio is clipped). The base follows their gradient by Adam. The draft, if any, is the one it began
+with, or learns from the rollouts (--adapt): it changes speed, not the distribution of texts.
 
 --output gets updates.jsonl (reward, tau, seconds), curve.png, and state.msgpack, the base and the
 optimizer after the last update. A run that is started again goes on from there: however it was
@@ -15,7 +15,6 @@ killed, its rows are those of a run that was not, but for their seconds.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import json
@@ -36,6 +35,7 @@ from clover_jax.models.decoder import Decoder, base_logits, packed_mask
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.files import atomic_file
 from clover_jax.runtime.row_writer import RowWriter
+from experiments.rollouts.aims import AIMS, rewards_of
 from experiments.rollouts.curves import draw
 
 
@@ -45,6 +45,11 @@ class RolloutOptions:
 
     base: str = setting("builtin:tiny", "the base to train")
     draft: str = setting("none", "draft of the rollouts: a head's folder, lookup, or none")
+    adapt: bool = setting(False, "let the head learn from the rollouts")
+    adapt_every: int | None = setting(
+        None, "forwards between its steps, for rows that are the same to the bit [5 % of seconds]"
+    )
+    aim: str = setting("parses", "what is rewarded", choices=tuple(AIMS))
     prompts: str | None = setting(None, "rows with a prompt [prompts.jsonl of the base]")
     updates: int = setting(40, "updates of the base", least=1)
     prompts_per_update: int = setting(4, "prompts of an update", least=1)
@@ -54,18 +59,6 @@ class RolloutOptions:
     learning_rate: float = setting(3e-5, "of Adam")
     seed: int = setting(0, "of prompts and samples")
     output: str = setting("runs/rollouts", "folder for the curve, the figures and the base")
-
-
-def reward(prompt: str, completion: str) -> float:
-    """Return the share of a completion's whole lines up to which the text parses as Python."""
-    lines = completion.split("\n")[:-1]
-    for count in range(len(lines), 0, -1):
-        try:
-            ast.parse(prompt + "\n".join(lines[:count]))
-        except (SyntaxError, ValueError):
-            continue
-        return count / len(lines)
-    return 0.0
 
 
 def as_batch(samples: api.Samples, width: int) -> dict[str, np.ndarray]:
@@ -79,15 +72,6 @@ def as_batch(samples: api.Samples, width: int) -> dict[str, np.ndarray]:
         is_new[row, len(prompt) : end] = True
         segments[row, :end] = 1
     return {"tokens": tokens, "is_new": is_new, "segments": segments}
-
-
-def rewards_of(samples: api.Samples, prompts: list[str], tokenizer) -> np.ndarray:
-    """Return the rewards [prompts, group]."""
-    drawn = zip(samples.tokens, samples.mask, strict=True)
-    texts = [tokenizer.decode(ids[mask]) for ids, mask in drawn]
-    group = len(texts) // len(prompts)
-    rewards = [reward(prompts[i // group], text) for i, text in enumerate(texts)]
-    return np.array(rewards, np.float32).reshape(-1, group)
 
 
 def make_update(config, optimizer):
@@ -130,7 +114,13 @@ def train(options: RolloutOptions, folder: Path, clock: CompileClock) -> None:
     models = api.load_base(options.base, dtype="float32")
     if options.draft != "none":
         models = api.load_draft(models, options.draft)
-    sampler = api.Sampler(models, batch_size=options.batch_size)
+    sampler = api.Sampler(
+        models,
+        batch_size=options.batch_size,
+        adapt=options.adapt,
+        adapt_every=options.adapt_every,
+    )
+    adapter = sampler.adapter
     source = Path(options.prompts) if options.prompts else models.base.directory / "prompts.jsonl"
     text = source.read_text()
     prompts = [json.loads(line)["prompt"] for line in text.splitlines()]
@@ -141,8 +131,11 @@ def train(options: RolloutOptions, folder: Path, clock: CompileClock) -> None:
     state, done, saved = optimizer.init(params), 0, folder / "state.msgpack"
     update = make_update(models.base.config, optimizer)
     if saved.is_file():
-        done, params, state = from_bytes((0, params, state), saved.read_bytes())
+        like = 0, params, state, adapter and adapter.state
+        done, params, state, learnt = from_bytes(like, saved.read_bytes())
         params, state = jax.tree.map(jnp.asarray, (params, state))
+        if adapter is not None:
+            adapter.restore(learnt)
 
     # A killed run may have written the row of an update whose state it had not.
     path, settings = folder / "updates.jsonl", dataclasses.asdict(options)
@@ -166,7 +159,7 @@ def train(options: RolloutOptions, folder: Path, clock: CompileClock) -> None:
             )
             sampled = clock.now()
 
-            rewards = rewards_of(samples, chosen, models.tokenizer)
+            rewards = rewards_of(AIMS[options.aim], samples, chosen, models.tokenizer)
             spread = rewards.std(axis=1, keepdims=True)
             advantages = (rewards - rewards.mean(axis=1, keepdims=True)) / (spread + 1e-4)
             batch = as_batch(samples, width)
@@ -181,10 +174,17 @@ def train(options: RolloutOptions, folder: Path, clock: CompileClock) -> None:
                 "rollout_seconds": round(sampled - began, 3),
                 "update_seconds": round(clock.now() - sampled, 3),
             }
+            if adapter is not None:
+                row |= {"head_steps": adapter.state.steps, "taken_back": adapter.state.taken_back}
+                row |= {
+                    "decode_seconds": round(adapter.decoded, 3),
+                    "learn_seconds": round(adapter.spent, 3),
+                }
             print(json.dumps(row), flush=True)
             rows.append(row)
+            after = number + 1, params, state, adapter and adapter.state
             with atomic_file(saved) as unfinished:
-                unfinished.write_bytes(to_bytes((number + 1, params, state)))
+                unfinished.write_bytes(to_bytes(after))
 
 
 if __name__ == "__main__":

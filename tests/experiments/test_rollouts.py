@@ -9,12 +9,19 @@ import time
 import pytest
 
 from experiments.rollouts import curves, grpo
+from experiments.rollouts.aims import docstring, parses
 from tests.conftest import PYTHON, REPOSITORY, rows_in, run_command
-from tests.tiny_folders import save_tiny_base
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
-# Random texts do not parse; how many letters they have can be learnt.
-EASY = "grpo.reward = lambda prompt, text: len(set(text)) / 12\n"
-COMMAND = "import os, sys; from clover_jax import cli; from experiments.rollouts import grpo\n"
+# Random texts do not parse; how many letters they have can be learnt. Few texts fill the ring.
+EASY = (
+    "grpo.AIMS['parses'] = lambda prompt, text: len(set(text)) / 12\n"
+    "adapting.ROWS, adapting.LENGTH, adapting.RING = 2, 32, 2\n"
+)
+COMMAND = (
+    "import os, sys; from clover_jax import cli; from clover_jax.training import adapting\n"
+    "from experiments.rollouts import grpo\n"
+)
 RUN = "sys.exit(cli.run(grpo.main, grpo.define_flags, sys.argv[1:]))\n"
 # What a run does last, in its second update.
 KILLS = {
@@ -40,14 +47,18 @@ KILLS = {
 }
 
 
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
+@pytest.fixture(scope="module", params=["lookup", pytest.param("adapting", marks=pytest.mark.slow)])
+def flags(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("rollouts")
     rows = [{"prompt": f"what is {i} hats"} for i in range(5)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    values = {"base": save_tiny_base(folder / "base"), "prompts": folder / "prompts.jsonl"}
+    base = save_tiny_base(folder / "base")
+    values = {"base": base, "draft": "lookup", "prompts": folder / "prompts.jsonl"}
     values |= {"updates": 4, "prompts_per_update": 2, "group": 3, "max_new_tokens": 12}
-    values |= {"batch_size": 4, "learning_rate": 0.01, "draft": "lookup"}
+    values |= {"batch_size": 4, "learning_rate": 0.01}
+    if request.param == "adapting":
+        values |= {"draft": save_tiny_draft(folder / "draft", base), "adapt": "true"}
+        values["adapt_every"] = 4
     return [f"--{name}={value}" for name, value in values.items()]
 
 
@@ -74,7 +85,9 @@ def unbroken(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("unbroken")
     ended(started(flags, folder), 0)
     rows = untimed(folder)
-    assert len({row["reward"] for row in rows}) == 4
+    assert len({(row["reward"], row["tau"]) for row in rows}) == 4
+    if "--adapt=true" in flags:
+        assert rows[1]["head_steps"] < rows[-1]["head_steps"]
     return folder
 
 
@@ -130,6 +143,16 @@ def test_other_settings_and_lost_rows_are_refused(flags, unbroken, capsys):
     (unbroken / "updates.jsonl").write_bytes(whole[: whole.rindex(b"{")])
     assert "updates.jsonl has 3 rows;" in refused()
     (unbroken / "updates.jsonl").write_bytes(whole)
+
+
+def test_rewards_are_of_what_a_text_has():
+    assert parses("def f(x):\n", "    return x\n    y = (\n") == 0.5
+    assert parses("def f(x):\n", "    return x") == 0.0  # its line has not ended
+    prompt = "def f(x):"
+    assert docstring(prompt, '\n    """Return x."""\n    return x') == 1
+    assert docstring(prompt, '\n    """return x."""\n') == pytest.approx(2 / 3)
+    assert docstring(prompt, '\n    """Return x\n    and y."""') == pytest.approx(2 / 3)
+    assert docstring(prompt, "\n    return x") == docstring(prompt, "") == 0
 
 
 def test_curves_of_several_runs_are_drawn(unbroken, tmp_path, capsys):

@@ -67,18 +67,29 @@ def test_steps_take_no_more_than_their_share_of_the_seconds(monkeypatch):
     monkeypatch.setattr(adapting, "BUDGET", 0.05)
     adapter, clock = Adapter(models()), itertools.count()
     fill(adapter, 2 * HELD - 1)
-    adapter.watch(1000.0, True)
+    adapter.watch(1000.0, 1, True)
     learn = functools.partial(adapter.learn, random_base(), lambda: float(next(clock)))
     assert learn() is None  # its ring is not full
     fill(adapter, 1)
-    adapter.watch(-1000.0, True)
+    adapter.watch(-1000.0, 1, True)
     for seconds in range(1, 201):
-        adapter.watch(1.0, True)
+        adapter.watch(1.0, 1, True)
         learn()
         # By this clock a step takes a second; only of the first is that not known before.
         assert adapter.spent <= max(0.05 * seconds, 1)
     assert adapter.spent == adapter.state.steps == 10
     assert adapter.decoded == 200
+
+
+def test_with_a_number_of_forwards_seconds_do_not_matter():
+    adapter = Adapter(models(), every=8)
+    fill(adapter)
+    steps = []
+    for _ in range(10):
+        adapter.watch(0.0, 3, True)
+        adapter.learn(random_base(), lambda: 0.0)
+        steps.append(adapter.state.steps)
+    assert steps == [0, 0, 1, 1, 1, 2, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +144,7 @@ def test_a_head_that_falls_behind_the_one_before_is_taken_back(monkeypatch):
     monkeypatch.setattr(adapting, "JUDGED_EVERY", 1)
     adapter, now = Adapter(models()), lambda: 0.0
     fill(adapter)
-    adapter.watch(1.0, False)
+    adapter.watch(1.0, 1, False)
     good = [np.asarray(leaf) for leaf in jax.tree.leaves(adapter.state.kept)]
     # As good as the one that is kept: it is the one to keep, and goes on.
     adapter.learn(random_base(), now)
@@ -154,13 +165,13 @@ def test_a_restored_adapter_makes_the_same_steps(monkeypatch):
     monkeypatch.setattr(adapting, "JUDGED_EVERY", 2)
     first, now = Adapter(models()), lambda: 0.0
     fill(first)
-    first.watch(1.0, False)
+    first.watch(1.0, 1, False)
     for _ in range(3):
         first.learn(random_base(), now)
     saved = to_bytes(first.state)
     second = Adapter(models())
     second.restore(from_bytes(second.state, saved))
-    second.watch(1.0, False)
+    second.watch(1.0, 1, False)
     for old, new in zip(drafted(first), drafted(second), strict=True):
         np.testing.assert_array_equal(old, new)
     for adapter in (first, second):
@@ -174,6 +185,8 @@ def test_what_cannot_learn_is_refused():
         Sampler(models().plain(), adapt=True)
     with pytest.raises(UserError, match="the draft is 'lookup', which has none"):
         Sampler(models("lookup", "copy:4"), adapt=True)
+    with pytest.raises(UserError, match=r"adapt_every \(0\) must be at least 1"):
+        Sampler(models(), adapt=True, adapt_every=0)
 
 
 @pytest.mark.slow
