@@ -27,12 +27,13 @@ def main(flags) -> int:
     """Run the command."""
     from clover_jax.decoding.generate_run import run
     from clover_jax.runtime.distributed import joined_processes, primary_speaks
+    from clover_jax.training.adapting import adapting
 
     settings, spec = settings_from(flags, GenerationSettings), settings_from(flags, ModelSpec)
     options = settings_from(flags, GenerateOptions, spec=spec, seed=flags.seed)
     # All processes decode; only the primary prints.
     with joined_processes(), primary_speaks():
-        result = run(options, settings)
+        result = run(options, settings, adapting)
         cli.report(result)
     return cli.STATUS_SOME_FAILED if result["failed"] else cli.STATUS_OK
 

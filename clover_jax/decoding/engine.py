@@ -56,7 +56,15 @@ _FINISH_REASONS = {EOS: "eos", LENGTH: "length"}  # of rows that the device has 
 
 
 class Learner(Protocol):
-    """Trains the head between chunks of steps; `training/adapting.py` has one."""
+    """Trains the head between chunks of steps; `training/adapting.py` has one.
+
+    params: the head's, to begin with.
+    """
+
+    params: Params
+
+    def prepare(self, base_params: Params) -> None:
+        """Compile what `learn` calls, once."""
 
     def watch(self, seconds: float, forwards: int, is_greedy: bool) -> None:
         """Note what a chunk of steps took, and whether all of its rows are greedy."""
@@ -231,6 +239,8 @@ class Engine:
         weights = self.placement.weights(weights_for(self.config.head, base_params, draft_params))
         opened = copy.copy(self)  # the compiled programs are shared
         opened._reset(weights, compiling, learner)
+        if learner is not None:
+            learner.prepare(weights.base)
         if size is not None:
             opened.state = opened._empty_state(size)
         return opened

@@ -7,7 +7,7 @@ import functools
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -26,6 +26,7 @@ from clover_jax.data.prompts import (
     shipped_prompts,
     text_prompt,
 )
+from clover_jax.decoding.engine import Learner
 from clover_jax.decoding.models import Models, identity_of, load, tree_notice
 from clover_jax.decoding.race import check_one_process, with_attention, with_fastest_tree
 from clover_jax.decoding.row_settings import GenerateOptions, GenerationSettings, sampling_for
@@ -41,6 +42,9 @@ from clover_jax.runtime.row_writer import RowSink, RowWriter, manifest_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Of --adapt: from models and its folder, or None, to what learns meanwhile.
+Adapting = Callable[[Models, str | None], AbstractContextManager[Learner | None]]
 
 _RESET, _PROMPT = "\033[0m", "\033[2m"
 # The tokens of one forward pass of the base have one shade; the shades alternate.
@@ -151,17 +155,21 @@ def wants_color(file: TextIO) -> bool:
     return file.isatty() and not is_plain
 
 
-def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
+def run(
+    options: GenerateOptions, settings: GenerationSettings, adapting: Adapting
+) -> dict[str, Any]:
     """Decode the prompts and return the figures to report.
 
     Raises UserError for a mistake; rows of a file that fail are counted instead, unless `strict`.
     """
     begun = () if options.path is None or options.overwrite else (manifest_path(options.path),)
     with frozen_clock(*begun):
-        return _run(options, settings)
+        return _run(options, settings, adapting)
 
 
-def _run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
+def _run(
+    options: GenerateOptions, settings: GenerationSettings, adapting: Adapting
+) -> dict[str, Any]:
     if options.searches_tree:
         check_one_process()
 
@@ -206,8 +214,8 @@ def _run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, An
             opened = open_rows(options.path, prompts, depends_on, options.overwrite)
         else:
             opened = RowSink() if options.is_live else RowPrinter()
-        with opened as sink:
-            figures = _decode(options, settings, models, prompts, sink)
+        with opened as sink, adapting(models, options.adapt) as learner:
+            figures = _decode(options, settings, models, prompts, sink, learner)
         return from_primary(lambda: figures)  # the others have not read the rows of earlier runs
 
 
@@ -217,6 +225,7 @@ def _decode(
     models: Models,
     prompts: Sequence[Prompt | BadPrompt],
     sink: RowSink,
+    learner: Learner | None,
 ) -> dict[str, Any]:
     totals = RowTotals(sink.kept())
     tokens_before = totals.tokens
@@ -234,6 +243,7 @@ def _decode(
         part=slice(sink.finished, None),
         strict=options.strict or options.is_live,
         is_watched=options.is_live,
+        learner=learner,
     )
     with CompileClock() as compiling, memory_advice(stream.batch_size):
         with passing_note("compiling"):

@@ -33,6 +33,11 @@ _ROW_OPTIONS = (
     ),
 )
 
+ADAPT = (
+    "FOLDER: let the head learn from the texts that it drafts, for 5 % of the seconds; it is kept "
+    "there, and another run goes on from it"
+)
+
 # The units of streamed text: see `RowState`.
 Grain = Literal["chunk", "forward", "copy"]
 
@@ -196,6 +201,7 @@ class GenerateOptions:
     output: str | None = setting(None, "file for the rows [stdout, with --prompts]")
     overwrite: bool = setting(False, "replace the rows in --output [resume them]")
     strict: bool = setting(False, "stop at the first row that fails")
+    adapt: str | None = setting(None, ADAPT, group="draft")
 
     def __post_init__(self):
         if self.searches_tree and self.spec.draft == NO_DRAFT:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.engine import Engine, Learner
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import AcceptedLengths, Request, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, Grain, sampling_for
@@ -98,6 +98,7 @@ def open_stream(
     part: slice = slice(None),
     strict: bool = False,
     is_watched: bool = False,
+    learner: Learner | None = None,
 ) -> RowStream:
     """Return the events of decoding rows, for commands and the library.
 
@@ -106,6 +107,7 @@ def open_stream(
         rows, so that these are the same as in one run.
     strict: a row that fails raises its UserError after the rows before it are finished.
     is_watched: whether events bring text while a row runs.
+    learner: trains the head meanwhile; its head is used.
     """
     if not isinstance(batch_size, numbers.Integral):
         raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
@@ -119,7 +121,7 @@ def open_stream(
         steps_per_chunk=steps_per_chunk,
         source_size=source_size(models, prompts),
     )
-    return RowStream(engine, models, left, settings, strict, is_watched)
+    return RowStream(engine, models, left, settings, strict, is_watched, learner)
 
 
 def source_size(models: Models, prompts: Iterable[Prompt | BadPrompt]) -> int:
@@ -149,13 +151,14 @@ class RowStream:
         settings: GenerationSettings,
         strict: bool = False,
         is_watched: bool = False,
+        learner: Learner | None = None,
     ):
         """Take the rows; with `strict` the first that fails raises its UserError.
 
         Then no further row starts, and the running rows are finished first.
         """
         self.batch_size = engine.batch_size
-        self._engine, self._models = engine, models
+        self._engine, self._models, self._learner = engine, models, learner
         self._settings, self._strict = settings, strict
         self._watched_by: Grain | None = "forward" if is_watched else None
         self._failure: UserError | None = None
@@ -201,8 +204,9 @@ class RowStream:
             raise self._failure
 
     def _stream(self, requests: Iterator[Request | None]) -> Iterator[RowUpdate]:
-        params = self._models.base.params
-        steps = self._engine.stream(params, self._models.draft_params, requests)
+        params, learner = self._models.base.params, self._learner
+        draft = self._models.draft_params if learner is None else learner.params
+        steps = self._engine.stream(params, draft, requests, learner)
         while True:
             # Around each step and not around the loop, which would include the consumer's work.
             with exact_matmuls(str(params["embedding"].dtype)):

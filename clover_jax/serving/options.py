@@ -7,6 +7,7 @@ import functools
 import os
 from pathlib import Path
 
+from clover_jax.decoding.row_settings import ADAPT
 from clover_jax.decoding.sampling_config import DRAFT_SAMPLINGS
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
@@ -59,6 +60,8 @@ class ServeOptions:
         group="sampling",
         choices=DRAFT_SAMPLINGS,
     )
+
+    adapt: str | None = setting(None, ADAPT, group="draft")
 
     generation_config: str = setting(
         "auto",

@@ -210,7 +210,7 @@ class _Protocol(H11Protocol):
 def _start(options: ServeOptions) -> Ready:
     """Load the models, and start the schedulers of the server's draft and of other drafts."""
     models, scheduler = _load(options)
-    alone = dataclasses.replace(options, batch_size=1, draft_sampling="auto")
+    alone = dataclasses.replace(options, batch_size=1, draft_sampling="auto", adapt=None)
     with exact_matmuls(str(models.dtype)):
         others = {
             draft: Scheduler(other, alone, compiles_ahead=False)

@@ -41,6 +41,7 @@ from clover_jax.runtime.progress import Progress, progress_bar
 from clover_jax.serving.body import RETRY, ApiError
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Ask
+from clover_jax.training.adapting import Adapter, adapting
 
 MOST_STEPS = 8  # from one look at the queue to the next
 MOST_WAITED = 4  # steps: how long rows that decode may wait while several prompts are read
@@ -172,6 +173,7 @@ class Scheduler:
         self._cancelled: set[_Job] = set()  # their slots are freed next
         self._is_closing = False
         self._failure: Exception | None = None
+        self._learner: Adapter | None = None
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
 
     @property
@@ -289,12 +291,18 @@ class Scheduler:
     def _slots(self) -> Engine:
         """The slots; their caches are made when the first row comes."""
         models, size = self._models, self._engine.buffer_size(self.context)
-        return self._engine.open(models.base.params, models.draft_params, self._compiling, size)
+        learner = self._learner
+        draft = models.draft_params if learner is None else learner.params
+        return self._engine.open(models.base.params, draft, self._compiling, size, learner)
 
     def _drive(self) -> None:
         """Decode until the end; the engine's thread."""
         try:
-            with self._compiling, exact_matmuls(str(self._models.dtype)):
+            with (
+                self._compiling,
+                exact_matmuls(str(self._models.dtype)),
+                adapting(self._models, self._options.adapt) as self._learner,
+            ):
                 while iteration := from_primary(self._next_iteration):
                     self._run(iteration)
         except Exception as error:
@@ -380,6 +388,7 @@ class Scheduler:
         self._begun = dict(self._running)
 
         ended = slots.wait()
+        slots.learn()
         with self._changed:
             for slot in ended:
                 self._running.pop(slot, None)

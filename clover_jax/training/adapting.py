@@ -16,22 +16,38 @@ at the same position: a head that had seen it would not be independent of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from flax.serialization import from_bytes, to_bytes
 
-from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.decoding.models import Models
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.checkpoints.base import fingerprint
+from clover_jax.checkpoints.card import Card, write_native
+from clover_jax.data.records import json_hash
+from clover_jax.data.tokenizer import template_text
+from clover_jax.decoding.models import Models, params_hash
 from clover_jax.decoding.programs import Placement
+from clover_jax.decoding.tree_config import portable_name
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.models.placement import gathered, param_shardings, place_rows
 from clover_jax.runtime.distributed import process_count
+from clover_jax.runtime.files import (
+    atomic_file,
+    only_process_in,
+    read_json_object,
+    write_json,
+)
+from clover_jax.runtime.progress import say
 from clover_jax.training.step import (
     OptimizerConfig,
     TrainState,
@@ -43,12 +59,16 @@ from clover_jax.training.step import (
 from clover_jax.training.teacher import teach
 
 BUDGET = 0.05  # of the seconds of decoding
-ROWS, LENGTH = 8, 128  # texts of a step, and their tokens at most
-RING = 4  # such batches of texts are kept
+ROWS, LENGTH = 4, 128  # texts of a step, and their tokens at most
+RING = 8  # such batches of texts are kept
 JUDGED_EVERY = 8  # steps
 FALL = 0.98  # of the tau of the head that is kept: a head below it is taken back
 # A constant rate: 2^30 steps never end. The first ones are short, as Adam's means are of few.
-OPTIMIZER = OptimizerConfig(steps=2**30, learning_rate=1e-3, warmup_steps=8, weight_decay=0.0)
+OPTIMIZER = OptimizerConfig(steps=2**30, learning_rate=5e-4, warmup_steps=8, weight_decay=0.0)
+
+
+STATE, DRAFT, MANIFEST = "adapter.msgpack", "draft", "adapter.json"
+SAVED_EVERY = 300.0  # seconds
 
 
 class AdapterState(struct.PyTreeNode):
@@ -104,6 +124,9 @@ class Adapter:
         self._step, self._judge = _programs(config)
         self._greedy, self._last = True, 0.0  # seconds of the last step
         self.decoded = self.spent = 0.0
+        self._is_prepared = False
+        self._save: Callable[[], None] | None = None
+        self._saved_at = time.monotonic()
 
         ring = np.zeros((RING * self._rows, LENGTH), np.int32)
         train = _begin(params)
@@ -120,6 +143,64 @@ class Adapter:
         counts = state.texts, state.steps, state.taken_back, state.forwards
         self.state = AdapterState(train, kept, tokens, kind, *map(int, counts))
         self.params = _copied(self.state.train.params, self.params)
+
+    def open(self, models: Models, folder: Path) -> None:
+        """Go on from the state in a folder, if there is one, and save there from now on."""
+        draft = models.draft
+        assert draft is not None  # as in __init__
+        # The head that it began with: its state fits other heads of the same shapes, too.
+        base = fingerprint(models.base)
+        began = {
+            "base": base.to_dict(),
+            "draft_config": json_hash(draft.head.config.to_dict()),
+            "draft_hash": params_hash(draft.params),
+        }
+        manifest, state = folder / MANIFEST, folder / STATE
+        if state.is_file():
+            there = read_json_object(manifest)
+            different = [name for name in began if there.get(name) != began[name]]
+            if different:
+                raise UserError(
+                    f"{folder} has a head that began from another {different[0].split('_')[0]}; "
+                    "give --adapt another folder"
+                )
+            self.restore(from_bytes(self.state, state.read_bytes()))
+        else:
+            write_json(manifest, began)
+
+        made = {"command": "adapt", "draft": draft.source}
+        template = template_text(models.tokenizer) if models.tokenizer else draft.chat_template
+        tree = portable_name(models.tree)
+
+        def save() -> None:
+            with atomic_file(state) as unfinished:
+                unfinished.write_bytes(to_bytes(self.state))
+            card = Card(
+                draft.head.config,
+                base,
+                tree,
+                draft.provenance | made | {"adapter_steps": self.state.steps},
+                chat_template=template,
+            )
+            write_native(folder / DRAFT, card, jax.device_get(self.state.train.params))
+
+        self._save = save
+
+    def save(self) -> None:
+        """Write the state and the head to the folder that was opened, if one was."""
+        if self._save is not None:
+            self._save()
+        self._saved_at = time.monotonic()
+
+    def prepare(self, base_params: Params) -> None:
+        if self._is_prepared:
+            return
+        batch, state = self._batch(np.zeros(self._rows, np.int32)), self.state
+        train = jax.tree.map(jnp.copy, state.train)
+        self._judge(self._greedy, train.params, base_params, batch)
+        train, _ = self._step(train, base_params, batch)
+        jax.block_until_ready((_copied(train.params, self.params), _begin(state.kept)))
+        self._is_prepared = True
 
     def watch(self, seconds: float, forwards: int, is_greedy: bool) -> None:
         self.decoded += seconds
@@ -159,6 +240,8 @@ class Adapter:
         self.params = _copied(train.params, self.params)
         self.state = self.state.replace(train=train, steps=self.state.steps + 1, forwards=0)
         jax.block_until_ready(self.params)
+        if time.monotonic() - self._saved_at > SAVED_EVERY:
+            self.save()
 
         self._last = now() - began
         self.spent += self._last
@@ -192,11 +275,35 @@ class Adapter:
             self.state = state.replace(train=train, taken_back=taken_back)
 
 
+@contextlib.contextmanager
+def adapting(models: Models, folder: str | None) -> Iterator[Adapter | None]:
+    """Yield an adapter of the models' head that goes on from `folder` and is saved there; or None.
+
+    The folder has the adapter's state, and in draft/ the head as any other. It is written every few
+    minutes and at the end. Raises UserError for a folder of another head, or that is in use.
+    """
+    if folder is None:
+        yield None
+        return
+    adapter, place = Adapter(models), Path(folder).expanduser()
+    with only_process_in(place, "adapts a head", "--adapt"):
+        adapter.open(models, place)
+        try:
+            yield adapter
+        finally:
+            adapter.save()
+            state, where = adapter.state, place / DRAFT
+            say(
+                f"the head made {state.steps} steps, in this run for {adapter.spent:.1f} s beside "
+                f"{adapter.decoded:.1f} s of decoding; {state.taken_back} times the one before it "
+                f"was better; it is in {where}"
+            )
+
+
 @functools.lru_cache(maxsize=8)  # or each adapter of one head would compile them again
 def _programs(config: TrainStepConfig) -> tuple[Callable, Callable]:
     """Return the compiled step, and `_expected_tau` of a head."""
-    judge = jax.jit(functools.partial(_expected_tau, config), static_argnums=0)
-    return make_train_step(config), judge
+    return make_train_step(config), jax.jit(functools.partial(_expected_tau, config))
 
 
 @jax.jit
@@ -215,7 +322,11 @@ def _begin(params: Params) -> TrainState:
 
 
 def _expected_tau(
-    config: TrainStepConfig, greedy: bool, params: Params, base_params: Params, batch: Batch
+    config: TrainStepConfig,
+    greedy: Bool[Array, ""] | bool,
+    params: Params,
+    base_params: Params,
+    batch: Batch,
 ) -> Float[Array, ""]:
     """Return the tau of a chain of drafted tokens, as the losses of its positions tell it.
 
@@ -225,5 +336,5 @@ def _expected_tau(
     teacher = teach(config.base, base_params, config.head.config.features, batch, config.mesh)
     whole, key = gathered(base_params, config.mesh), jax.random.key(0)
     metrics = head_loss(config, params, whole, teacher, batch, key)[1]
-    accepted = metrics.accuracy if greedy else 1 - metrics.terms.total_variation
+    accepted = jnp.where(greedy, metrics.accuracy, 1 - metrics.terms.total_variation)
     return 1 + jnp.cumprod(accepted).sum()

@@ -139,6 +139,8 @@ class Sampler:
             engine.check(request)
 
         base, draft = self.models.base.params, self.models.draft_params or {}
+        if self.adapter is not None:
+            draft = self.adapter.params  # after `restore`, another than the models'
         with exact_matmuls(str(self.models.dtype)):
             updates = engine.stream(base, draft, requests, self.adapter)
             rows = [update.row for update in updates if update.done]

@@ -1,6 +1,7 @@
 """One real server that the tests of this folder share, and texts to compare its answers with."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import queue
@@ -142,8 +143,14 @@ def server(tmp_path_factory):
     template = tmp_path_factory.mktemp("serving") / "template.jinja"
     template.write_text(TEMPLATE)
     spec = ModelSpec("builtin:tiny", draft="lookup", chat_template=str(template), tree="copy:9")
-    sizes = {"batch_size": 4, "max_model_len": 512, "max_waiting": 16}
-    options = ServeOptions(spec, port=0, api_key=(KEY,), served_model_name="tiny", **sizes)
+    with running(spec, batch_size=4, max_model_len=512, max_waiting=16) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(spec, **options):
+    """Yield a server that runs in this process until the end."""
+    options = ServeOptions(spec, port=0, api_key=(KEY,), served_model_name="tiny", **options)
     service, begun = Service(options), queue.Queue()
 
     async def main(listener):

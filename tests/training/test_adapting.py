@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,15 @@ import pytest
 from flax.serialization import from_bytes, to_bytes
 from scipy import special, stats
 
+from clover_jax import generate
 from clover_jax.api import Sampler
+from clover_jax.checkpoints.card import read_card
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.training import adapting
 from clover_jax.training.adapting import Adapter
+from tests.conftest import rows_in, run_command
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_models import DRAFTERS, TINY, decode_all, random_base, random_head, random_models
 from tests.training.test_sampler import PROMPTS, chi_square, full_forward, moved_base, second_of
 
@@ -187,6 +192,39 @@ def test_what_cannot_learn_is_refused():
         Sampler(models("lookup", "copy:4"), adapt=True)
     with pytest.raises(UserError, match=r"adapt_every \(0\) must be at least 1"):
         Sampler(models(), adapt=True, adapt_every=0)
+
+
+def test_generate_keeps_what_a_head_has_learnt_and_goes_on_from_it(tmp_path, capsys):
+    base = save_tiny_base(tmp_path / "base")
+    draft = save_tiny_draft(tmp_path / "draft", base)
+    rows = [{"prompt": f"what is {i} hats"} for i in range(16)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(name, *more, status=0, draft=draft):
+        output = tmp_path / name
+        flags = ["--base", base, "--draft", draft, "--prompts", tmp_path / "prompts.jsonl"]
+        flags += ["--max_new_tokens=40", "--output", output, *more]
+        found, _, error = run_command(capsys, generate, *flags)
+        assert found == status, error
+        return error if status else ([row["output_ids"] for row in rows_in(output)], error)
+
+    folder = tmp_path / "adapted"
+    expected, _ = run("plain.jsonl")
+    before = 0
+    for name in ("1.jsonl", "2.jsonl"):
+        texts, said = run(name, f"--adapt={folder}")
+        assert texts == expected
+        provenance = read_card(folder / "draft").provenance
+        assert f"the head made {provenance['adapter_steps']} steps" in said
+        assert provenance["adapter_steps"] > before
+        before = provenance["adapter_steps"]
+    assert run("learnt.jsonl", draft=folder)[0] == expected
+
+    again = run("3.jsonl", f"--adapt={folder}", draft=folder, status=2)
+    assert f"{folder} has a head that began from another draft" in again
+    none = run("4.jsonl", f"--adapt={tmp_path / 'none'}", draft="lookup", status=2)
+    assert "adapt trains a head's weights; the draft is 'lookup'" in none
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.slow
