@@ -1,8 +1,8 @@
 """Structured outputs: JSON schemas, regexes, choices and grammars that a row's text must match.
 
 llguidance compiles a form and says which tokens may come next. In a tree each slot has a mask of
-its own, for the text that ends with the slot's path. Nothing here imports JAX, and llguidance only
-where a form is compiled.
+its own, for the text that ends with the slot's path. Nothing here imports JAX or numpy, for
+`--help`, and llguidance only where a form is compiled.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from clover_jax.data.records import is_text, shown
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from llguidance import LLMatcher
     from transformers import PreTrainedTokenizerBase
 
@@ -155,6 +154,8 @@ def draft_chain(
 
     Example: the chain [7, 8] and tokens [5, 7, -1], parent [-1, 0, 0] give [5, 7, 8], [-1, 0, 1].
     """
+    import numpy as np
+
     slot = 0
     for token in chain:
         children = np.flatnonzero((parent == slot) & (tokens >= 0))

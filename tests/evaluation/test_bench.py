@@ -151,7 +151,7 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions, monkeypatch
         (("--draft=none", "--int8=base,draft"), "--int8=draft needs a draft.* give --int8=base"),
         (("--draft=random:clover", "--force_accept=4"), "of the tree clover4 has more than 3 nod"),
         (("--tree=chain:2+copy:8", "--force_accept=3"), "a head drafts in .* has more than 2 node"),
-        (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
+        (("--tree=auto",), "--tree=auto is for generate and evaluate; bench takes a tree"),
         (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
     ],
 )
