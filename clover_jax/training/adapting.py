@@ -285,16 +285,18 @@ def adapting(models: Models, folder: str | None) -> Iterator[Adapter | None]:
     if folder is None:
         yield None
         return
+
     adapter, place = Adapter(models), Path(folder).expanduser()
     with only_process_in(place, "adapts a head", "--adapt"):
         adapter.open(models, place)
         try:
             yield adapter
         finally:
+            # Also after an interruption: what was learnt is kept.
             adapter.save()
             state, where = adapter.state, place / DRAFT
             say(
-                f"the head made {state.steps} steps, in this run for {adapter.spent:.1f} s beside "
+                f"the head made {state.steps} steps, in this run for {adapter.spent:.1f} s besides "
                 f"{adapter.decoded:.1f} s of decoding; {state.taken_back} times the one before it "
                 f"was better; it is in {where}"
             )
