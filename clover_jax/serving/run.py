@@ -227,9 +227,6 @@ def _start(options: ServeOptions) -> Ready:
     usual = SamplingParams(temperature=1.0)
     if options.generation_config == "auto":
         usual = published_sampling(models.base.directory)
-    if usual != SamplingParams(temperature=1.0):
-        said = ", ".join(f"{name} {value:g}" for name, value in vars(usual).items())
-        say(f"requests that do not say use {said}, from generation_config.json")
     named, context = options.model_name, scheduler.context
     served = Served(named, context, options.max_waiting, words, usual, style)
     return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
@@ -245,7 +242,7 @@ _HARMLESS = frozenset(
 
 
 def published_sampling(directory: Path) -> SamplingParams:
-    """Return the sampling that a base's generation_config.json names, temperature 1 without one.
+    """Return the sampling that generation_config.json of a base names, and say so; else temperature 1.
 
     Raises UserError for values that make no distribution.
     """
@@ -261,9 +258,13 @@ def published_sampling(directory: Path) -> SamplingParams:
     given = {name: value for name, value in found.items() if value is not None}
     try:
         check_values(SamplingParams, given)
-        return SamplingParams(**{"temperature": 1.0} | given)
+        usual = SamplingParams(**{"temperature": 1.0} | given)
     except UserError as error:
         raise UserError(f"{path}: {error}; --generation_config=none ignores it") from None
+    if given:
+        listed = ", ".join(f"{name} {value:g}" for name, value in given.items())
+        say(f"requests that do not say use {listed}, from generation_config.json")
+    return usual
 
 
 def _load(options: ServeOptions) -> tuple[Models, Scheduler]:

@@ -76,15 +76,19 @@ def test_a_body_may_be_gzip(client):
     refused(client.post("/v1/completions", content=b"x", headers=other), 415, "Content-Encoding")
 
 
-def test_what_a_base_publishes_for_sampling_is_used(tmp_path):
+def test_what_a_base_publishes_for_sampling_is_used_and_said(tmp_path, capsys):
     assert published_sampling(tmp_path) == SamplingParams(temperature=1.0)
+    assert not capsys.readouterr().err
     path = tmp_path / "generation_config.json"
     path.write_text(
         '{"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": true, '
-        '"repetition_penalty": 1.05}'
+        '"repetition_penalty": 1.05, "suppress_tokens": [3]}'
     )
     wanted = SamplingParams(0.6, 20, 0.9, repetition_penalty=1.05)
     assert published_sampling(tmp_path) == wanted
+    said = capsys.readouterr().err
+    assert "1 settings are not applied: suppress_tokens [3]" in said
+    assert "use temperature 0.6, top_k 20, top_p 0.9, repetition_penalty 1.05, from" in said
     for wrong in ('{"top_p": 0}', '{"temperature": "hot"}', '{"top_k": 2.5}'):
         path.write_text(wrong)
         with pytest.raises(UserError, match="--generation_config=none ignores it"):
