@@ -242,7 +242,7 @@ _HARMLESS = frozenset(
 
 
 def published_sampling(directory: Path) -> SamplingParams:
-    """Return the sampling that generation_config.json of a base names, and say so; else temperature 1.
+    """Return, and say, the sampling that generation_config.json names; without one temperature 1.
 
     Raises UserError for values that make no distribution.
     """
