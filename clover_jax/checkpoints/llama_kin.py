@@ -38,7 +38,6 @@ from clover_jax.checkpoints.llama_config import (
     read_window,
 )
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves, packed_leaves, renamed
-from clover_jax.checkpoints.tensor_map import Leaf
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 
@@ -207,11 +206,6 @@ def adjust_granite(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.
     return tensor.astype(np.float32) * np.float32(factor)
 
 
-def parse_qwen3_vl_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the config of a Qwen3-VL into that of its text."""
-    return parse_qwen3_config(text_fields(values, path), path)
-
-
 def text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return the fields of the text part of a config that also reads images."""
     text = values.get("text_config")
@@ -222,17 +216,23 @@ def text_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     return {name: values[name] for name in outer if values.get(name) is not None} | text
 
 
-def with_images(leaves: list[Leaf]) -> list[Leaf]:
-    """Return leaves by the names that the text has next to the part for images."""
-    return renamed(leaves, lambda name: re.sub(r"^model\.", "model.language_model.", name))
+def beside_images(text: Family, ignored: str) -> Family:
+    """Return the family of models that read images too: its text is one part of each."""
+
+    def moved(name: str) -> str:
+        return re.sub(r"^model\.", "model.language_model.", name)
+
+    return dataclasses.replace(
+        text,
+        parse=lambda values, path: text.parse(text_fields(values, path), path),
+        leaves=lambda config: renamed(text.leaves(config), moved),
+        ignored=ignored,
+    )
 
 
 GRANITE = Family(parse_granite_config, adjust=adjust_granite)
-QWEN3_VL = Family(
-    parse_qwen3_vl_config,
-    lambda config: with_images(base_leaves(config)),
-    ignored=r"model\.visual\..*|lm_head\.weight",
-)
+QWEN3 = Family(parse_qwen3_config)
+QWEN3_VL = beside_images(QWEN3, r"model\.visual\..*|lm_head\.weight")
 PHI3 = Family(
     parse_phi3_config,
     functools.partial(packed_leaves, names={"qkv": "qkv_proj", "gate_up": "gate_up_proj"}),
@@ -294,11 +294,6 @@ def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     return dataclasses.replace(config, query_key_norm=True, local_rope=local_rope)
 
 
-def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the config of a Gemma 3 that also reads images into that of its text."""
-    return parse_gemma3_config(text_fields(values, path), path)
-
-
 def _parse_gemma(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
@@ -334,10 +329,11 @@ GEMMA2 = Family(
     lambda values, path: _parse_gemma(GEMMA2_DEFAULTS | values, path, every=2), adjust=adjust_gemma
 )
 GEMMA3 = Family(parse_gemma3_config, adjust=adjust_gemma)
-GEMMA3_MULTIMODAL = Family(
-    parse_multimodal_config,
-    functools.partial(base_leaves, prefix="language_model."),
-    adjust_gemma,
+GEMMA3_MULTIMODAL = dataclasses.replace(
     # The parts for images, and a second copy of the tied embedding.
-    r"(model\.)?(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
+    beside_images(
+        GEMMA3,
+        r"(model\.)?(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
+    ),
+    leaves=functools.partial(base_leaves, prefix="language_model."),
 )

@@ -33,10 +33,10 @@ from clover_jax.checkpoints.llama_kin import (
     GEMMA3_MULTIMODAL,
     GRANITE,
     PHI3,
+    QWEN3,
     QWEN3_VL,
     parse_mistral_config,
     parse_qwen2_config,
-    parse_qwen3_config,
     parse_smollm3_config,
 )
 from clover_jax.checkpoints.llama_tensors import Family
@@ -230,7 +230,7 @@ _FAMILIES = (
     ("LlamaForCausalLM", "llama", Family(parse_llama_config)),
     ("MistralForCausalLM", "mistral", Family(parse_mistral_config)),
     ("Qwen2ForCausalLM", "qwen2", Family(parse_qwen2_config)),
-    ("Qwen3ForCausalLM", "qwen3", Family(parse_qwen3_config)),
+    ("Qwen3ForCausalLM", "qwen3", QWEN3),
     ("BaiChuanForCausalLM", None, BAICHUAN),
     ("BaichuanForCausalLM", None, BAICHUAN),
     ("MixtralForCausalLM", "mixtral", MIXTRAL),

@@ -24,7 +24,7 @@ from clover_jax.checkpoints.llama_config import (
     parse_llama_config,
     read_full_layers,
 )
-from clover_jax.checkpoints.llama_kin import adjust_gemma, text_fields, with_images
+from clover_jax.checkpoints.llama_kin import adjust_gemma, beside_images
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig, DeltaConfig
@@ -232,19 +232,9 @@ _DRAFTS = r"mtp\..*"
 _IGNORED = rf"{_DRAFTS}|model\.visual\..*|lm_head\.weight"
 
 
-def _parse_text(parse: Any, values: dict[str, Any], path: Path) -> BaseConfig:
-    return parse(text_fields(values, path), path)
-
-
-def _image_leaves(config: BaseConfig) -> list[Leaf]:
-    return with_images(hybrid_leaves(config))
-
-
 QWEN3_NEXT = Family(
     parse_qwen3_next_config, functools.partial(hybrid_leaves, fused=True), adjust_hybrid, _DRAFTS
 )
 QWEN3_5 = Family(parse_qwen3_5_config, hybrid_leaves, adjust_hybrid, _DRAFTS)
-QWEN3_5_IMAGES = Family(
-    functools.partial(_parse_text, parse_qwen3_5_config), _image_leaves, adjust_hybrid, _IGNORED
-)
+QWEN3_5_IMAGES = beside_images(QWEN3_5, _IGNORED)
 QWEN3_5_MOE = Family(parse_qwen3_5_moe_config, hybrid_leaves, adjust_hybrid, _DRAFTS)

@@ -376,7 +376,9 @@ def _call(
             f"min_tokens ({request.min_tokens}) must be at most max_tokens ({most_tokens})",
             param="min_tokens",
         )
-    sampling = {name: _or(getattr(request, name), value) for name, value in vars(usual).items()}
+    asked = {name: getattr(request, name) for name in vars(usual)}
+    given = {name: value for name, value in asked.items() if value is not None}
+    sampling = vars(usual) | given
     # Keeping all tokens is -1 in vLLM's API and 0 here.
     sampling["top_k"] = max(sampling["top_k"], 0)
     settings = GenerationSettings(
@@ -423,10 +425,6 @@ def _call(
         tells_forwards=bool(request.forwards),
         draft=request.draft,
     )
-
-
-def _or(value: float | None, usual: float) -> Any:
-    return usual if value is None else value
 
 
 def _prompts(value: list[str] | list[list[int]], prediction: str | None) -> list[Prompt]:

@@ -53,10 +53,11 @@ def read_response(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     chat = {name: body[name] for name in _SAME if name in body}
     chat["messages"] = _messages(body)
     chat["max_completion_tokens"] = body.get("max_output_tokens")
-    chat["tools"] = [_nested(tool, f"tools[{i}]") for i, tool in enumerate(_list(body, "tools"))]
+    tools = _given(body, "tools", list, "a list")
+    chat["tools"] = [_nested(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     choice = body.get("tool_choice")
     chat["tool_choice"] = _nested(choice, "tool_choice") if isinstance(choice, dict) else choice
-    reasoning, text = _object(body, "reasoning"), _object(body, "text")
+    reasoning, text = (_given(body, name, dict, "an object") for name in ("reasoning", "text"))
     chat["reasoning_effort"] = reasoning.get("effort")
     if text.get("verbosity") not in (None, "medium"):
         raise ApiError("text.verbosity is not supported here: leave it out", param="text")
@@ -74,18 +75,11 @@ def read_response(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     return dataclasses.replace(call, response_of=body)
 
 
-def _list(body: Mapping[str, Any], name: str) -> list[Any]:
+def _given(body: Mapping[str, Any], name: str, kind: type, said: str) -> Any:
     value = body.get(name)
-    if value is not None and not isinstance(value, list):
-        raise ApiError(f"{name} must be a list, not {shown(value)}", param=name)
-    return value or []
-
-
-def _object(body: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = body.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ApiError(f"{name} must be an object, not {shown(value)}", param=name)
-    return value or {}
+    if value is not None and not isinstance(value, kind):
+        raise ApiError(f"{name} must be {said}, not {shown(value)}", param=name)
+    return value or kind()
 
 
 def _nested(tool: Any, place: str) -> dict[str, Any]:
