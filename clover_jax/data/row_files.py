@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import glob
+import io
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -111,7 +112,7 @@ def read_file(path: Path) -> Rows | str:
         return table_rows(path)
     # Read line by line; other files show their form only as a whole.
     if plain_name(path).endswith(".jsonl"):
-        return _jsonl_rows(path)
+        return _lines(path)
     with open_rows(path) as file:
         text = file.read().decode("utf-8-sig")
     rows = _rows_in(path, text)
@@ -165,16 +166,12 @@ def _batches(path: Path) -> Iterator[Any]:
         raise UserError(f"{path}: not a whole {kind} file ({reason_of(error)})") from error
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, bytes]]:
-    with open_rows(path) as file:
-        yield from _lines(path, file)
-
-
-def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield (source, line) of the lines of a JSONL file that are not empty."""
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield f"{path}:{number}", line
+def _lines(path: Path, text: str | None = None) -> Iterator[tuple[str, bytes]]:
+    """Yield (source, line) of the lines of a JSONL file, or its text, that are not empty."""
+    with open_rows(path) if text is None else io.BytesIO(text.encode()) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{path}:{number}", line
 
 
 def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
@@ -193,7 +190,7 @@ def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
         # Several values one a line, something torn, or no JSON at all.
         first, *others = filter(str.strip, text.split("\n"))
         if _holds_row(first) or (is_json and others and _holds_row(first, of_any_kind=True)):
-            return _lines(path, text.encode().split(b"\n"))
+            return _lines(path, text)
         if _ROW_BEGINNING.match(text, 0, 10_000):
             raise UserError(
                 f"{path}: looks like rows, but is not JSON ({error}); expected one object a line "

@@ -177,7 +177,11 @@ class Clover2(Drafter):
         for depth in range(1, count):
             shifted = functools.partial(window, start=depth + 1, size=tokens.shape[1])
             state = self.attention_decoder_2.mix(state, shifted(key_value))
-            outputs.append(self._later_output(state, shifted(projected)))
+            # u^i, from the state and what `_project_token` gave.
+            output = state
+            if self.config.output_projector:
+                output = state @ self.projector_1[0] + shifted(projected) + self.projector_1_bias
+            outputs.append(self.head_norm(output))
         return jnp.stack(outputs[:trained])
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache=None, length=None):
@@ -215,14 +219,6 @@ class Clover2(Drafter):
         if not self.config.output_projector:
             return jnp.zeros_like(embedded)
         return embedded @ self.projector_1[1]
-
-    def _later_output(
-        self, state: Float[Array, "*b D"], projected: Float[Array, "*b D"]
-    ) -> Float[Array, "*b D"]:
-        """Return u^i from a state and what `_project_token` gave."""
-        if self.config.output_projector:
-            state = state @ self.projector_1[0] + projected + self.projector_1_bias
-        return self.head_norm(state)
 
 
 def make_config(

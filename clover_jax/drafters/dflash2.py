@@ -304,10 +304,12 @@ def kth_largest(logits: Float[Array, "*b V"], k: int) -> Float[Array, "*b"]:
     """Return the k-th of the different values that come first; -inf where there are fewer."""
 
     # By maxima: on a mesh `lax.top_k` gathers the logits of all rows.
-    def next_one(_: Array, found: Array) -> Array:
-        return jnp.where(logits < found[..., None], logits, -jnp.inf).max(axis=-1)
-
-    return jax.lax.fori_loop(0, k, next_one, jnp.full(logits.shape[:-1], jnp.inf))
+    return jax.lax.fori_loop(
+        0,
+        k,
+        lambda _, found: jnp.where(logits < found[..., None], logits, -jnp.inf).max(axis=-1),
+        jnp.full(logits.shape[:-1], jnp.inf),
+    )
 
 
 def feature_layers(num_layers: int, count: int) -> tuple[str, ...]:

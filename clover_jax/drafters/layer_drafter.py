@@ -113,7 +113,12 @@ class LayerDrafter(Drafter):
     ) -> BranchState:
         """Feed a drafted token and its parent's output to the layer."""
         # Each branch continues from its own parent: state, path and length.
-        above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
+        above = jax.tree.map(
+            lambda x: jnp.take_along_axis(
+                x, jnp.expand_dims(parent, tuple(range(2, x.ndim))), axis=1
+            ),
+            state,
+        )
         # Fused into what follows, this does not compile for a GPU: with one row and `paper25` JAX
         # 0.10.2's XLA fails with "Reshape input and output shapes must be the same".
         hold = jax.lax.optimization_barrier
@@ -221,8 +226,3 @@ def attend_path(
         assert length is not None  # a cache and its lengths come together
         softmax = attend_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype, rules)
-
-
-def _take_branches(x: Float[Array, "B n *rest"], index: Int[Array, "B W"]) -> Array:
-    """Return x[b, index[b, w]]."""
-    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)

@@ -166,16 +166,14 @@ def _all(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D
     number = experts.gate.shape[0]
     weights = jnp.einsum("nk,nkx->nx", weight, jax.nn.one_hot(chosen, number, dtype=jnp.float32))
 
-    def one_product(experts: Experts) -> Array:
-        return _hidden(activation, experts, "nd,xdf->xnf", tokens)
-
-    def a_product_each(experts: Experts) -> Array:
-        each = jnp.broadcast_to(tokens, (number, *tokens.shape))
-        return _hidden(activation, experts, "xnd,xdf->xnf", each)
-
     # For one product a CPU or GPU would re-lay the matrices; on a TPU it saves 2 % of a step.
-    ways = {"tpu": one_product, "default": a_product_each}
-    hidden = jax.lax.platform_dependent(experts, **ways)
+    hidden = jax.lax.platform_dependent(
+        experts,
+        tpu=lambda experts: _hidden(activation, experts, "nd,xdf->xnf", tokens),
+        default=lambda experts: _hidden(
+            activation, experts, "xnd,xdf->xnf", jnp.broadcast_to(tokens, (number, *tokens.shape))
+        ),
+    )
 
     # Weighted here: the last product sums over experts too. Infinities of others are left out.
     counts = weights.T[..., None]
