@@ -195,12 +195,13 @@ def fill_masks(
         if above >= 0 <= tokens[slot] and tokens[slot] not in eos_ids:
             children[above].append(slot)
 
-    def visit(slot: int) -> None:
+    def visit(slot: int, there: LLMatcher) -> None:
         row = masks[slot]
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        there.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for child in children[slot]:
-            if matcher.try_consume_tokens([tokens[child]]):
-                visit(child)
-                matcher.rollback(1)
+            # Not a rollback: after one, llguidance 1.9.1 sometimes returns a wrong mask.
+            beyond = there.deep_copy()
+            if beyond.try_consume_tokens([tokens[child]]):
+                visit(child, beyond)
 
-    visit(0)
+    visit(0, matcher)

@@ -45,6 +45,11 @@ def forms(tokenizer):
     return Grammars(tokenizer, BASE.vocab_size, (EOS,))
 
 
+@pytest.fixture(scope="module")
+def tiny():
+    return api.load_draft(api.load_base("builtin:tiny"), "lookup")
+
+
 def requests(**more):
     prompts = np.random.default_rng(0).integers(2, 259, size=(len(FORMS), 9)).tolist()
     rows = zip(prompts, map(form_text, FORMS), strict=True)
@@ -102,6 +107,18 @@ def test_every_slot_has_the_mask_after_its_path(forms):
             else:
                 assert (masks[slot] == -1).all()
     assert reached > 100
+
+
+def test_a_mask_does_not_depend_on_the_branches_before(tiny):
+    """llguidance 1.9.1 fails this after a rollback."""
+    text = [tiny.tokenizer.convert_tokens_to_ids(token) for token in ("{", '",', 'Ġ"', ":")]
+    bracket, spaced = map(tiny.tokenizer.convert_tokens_to_ids, ("[", "Ġ["))
+    tree, masks = [text[-1], bracket, bracket, spaced], np.zeros((4, 64), np.int32)
+    matcher, fresh = (tiny.grammars.matcher('{"json_object": true}') for _ in range(2))
+    assert matcher.consume_tokens(text)
+    fill_masks(matcher, tree, [-1, 0, 1, 0], masks, (1,))
+    assert fresh.consume_tokens([*text, spaced])
+    assert masks[3].tobytes() == fresh.compute_bitmask()[: 64 * 4]
 
 
 def test_a_chain_takes_equal_tokens_then_unused_slots_then_others():
@@ -208,11 +225,6 @@ def test_a_form_that_becomes_too_complex_ends_its_row_alone(forms):
 
 SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
 SCHEMA["additionalProperties"] = False
-
-
-@pytest.fixture(scope="module")
-def tiny():
-    return api.load_draft(api.load_base("builtin:tiny"), "lookup")
 
 
 def test_rows_of_prompts_may_have_a_form(tiny):
