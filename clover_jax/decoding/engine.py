@@ -14,6 +14,8 @@ import copy
 import dataclasses
 import functools
 import math
+import operator
+import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -23,7 +25,7 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.grammars import Grammars, fill_masks, problem_of
+from clover_jax.decoding.grammars import COUNTS, Grammars, fill_masks, problem_of
 from clover_jax.decoding.programs import (
     Placement,
     Programs,
@@ -87,6 +89,7 @@ class _Row:
     num_read: prompt tokens in the KV cache. num_cached: how many of these came from a slot.
     num_new: new tokens that `take` has returned.
     matcher: of the request's form; it has read `num_matched` new tokens.
+    forced: tokens that the form forces next, as far as they are drafted.
     error: why the row cannot go on.
     num_learnt: tokens that need no learning: the prompt's, and those that a learner has taken.
     """
@@ -99,6 +102,7 @@ class _Row:
     num_new: int = 0
     matcher: Any = None
     num_matched: int = 0
+    forced: list[int] = dataclasses.field(default_factory=list)
     error: str | None = None
     num_learnt: int = 0
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
@@ -147,6 +151,7 @@ class Engine:
     `read_prompts` and `advance` alternately. To overlap the host's work with the device's, call
     `begin`, work, `wait`, `add`, `begin` the next chunk, and `take` the results of the last.
 
+    grammar_counts: those of `grammars`.
     state: the state before the next step; None before the first row.
     step_seconds: how long the last step took; None before the first.
     """
@@ -193,6 +198,7 @@ class Engine:
         self.max_eos = max(EOS_ROOM, len(base.eos_token_ids))
         check_seed(seed)
         self._seed, self._grammars = seed, grammars
+        self.grammar_counts = grammars.counts if grammars else dict.fromkeys(COUNTS, 0.0)
         self.prefill_size, self._source_size = prefill_size, source_size
 
         # Rules of sampling that change no state share the programs of states.
@@ -417,19 +423,21 @@ class Engine:
     def _chains(self, rows: dict[int, _Row]) -> dict[int, list[int]]:
         """Return the tokens that the rows' forms force next, by slot."""
         # The root must have been matched: the first one of a row is not known here.
-        matched = {slot: row for slot, row in rows.items() if row.num_matched > 0}
-        chains = {slot: row.matcher.compute_ff_tokens() for slot, row in matched.items()}
-        return {slot: chain for slot, chain in chains.items() if chain}
+        for row in rows.values():
+            if row.num_matched > 0:
+                row.forced = row.matcher.compute_ff_tokens()[: self.config.tree.depth]
+        return {slot: row.forced for slot, row in rows.items() if row.forced}
 
     def _masks(self, rows: dict[int, _Row], tokens: np.ndarray, parent: np.ndarray) -> np.ndarray:
         """Return the tokens that may follow each slot of the rows' trees, as bits."""
-        masks = self._all_tokens(*tokens.shape)
+        began, masks = time.perf_counter(), self._all_tokens(*tokens.shape)
         parent = np.broadcast_to(parent, tokens.shape)
         for slot, row in rows.items():
             if row.matcher is not None:
                 if row.num_matched == 0:  # the first token came from the prompt's last chunk
                     row.match(tokens[slot, :1].tolist())
                 row.fill(tokens[slot].tolist(), parent[slot].tolist(), masks[slot])
+        self.grammar_counts["mask_seconds"] += time.perf_counter() - began
         return masks
 
     def _all_tokens(self, *shape: int) -> np.ndarray:
@@ -458,11 +466,18 @@ class Engine:
 
         # The next masks are those after these tokens.
         for slot, row in self._done.rows.items():
-            if row.matcher is None or self._rows[slot] is not row:
+            if row.matcher is None:
                 continue
             first = len(row.request.prompt_ids) + row.num_matched
             end = int(np.asarray(self._done.text.end)[slot])
-            row.match(np.asarray(self._done.text.tokens)[slot, first:end].tolist())
+            ids = np.asarray(self._done.text.tokens)[slot, first:end].tolist()
+            self.grammar_counts["draft_tokens"] += len(row.forced)
+            same = [*map(operator.eq, row.forced, ids), False]
+            self.grammar_counts["accepted_tokens"] += same.index(False)
+            row.forced = []
+            if self._rows[slot] is not row:
+                continue
+            row.match(ids)
             if row.error is not None:
                 self.remove(slot)
                 ended.append(slot)

@@ -11,6 +11,7 @@ import collections
 import functools
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 FORMS = ("json", "json_object", "regex", "choice", "grammar")
 MOST_KEPT = 16  # compiled forms
+COUNTS = ("compile_seconds", "mask_seconds", "draft_tokens", "accepted_tokens")
 # Of one form: its symbols, and the states of its lexer, of 1 to 2 kB each.
 _MOST_SYMBOLS, _MOST_STATES = 100_000, 20_000
 _WHITESPACE = r"[ \n\r\t]{1,40}"  # between JSON's tokens: without an end a base may write no more
@@ -74,7 +76,11 @@ def _parsed(text: str) -> Any:
 
 
 class Grammars:
-    """Matchers of forms for the tokens of one base; compiled forms are kept."""
+    """Matchers of forms for the tokens of one base; compiled forms are kept.
+
+    counts: of COUNTS: seconds of compiling and of trees' masks; tokens that forms forced, as they
+        were drafted and accepted.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, eos_ids: Sequence[int]):
         """Take a tokenizer; nothing is compiled before the first form.
@@ -82,6 +88,7 @@ class Grammars:
         vocabulary: tokens that the base scores. eos_ids: those that may end a text that matches.
         """
         self._source, self._vocabulary, self._eos_ids = tokenizer, vocabulary, tuple(eos_ids)
+        self.counts = dict.fromkeys(COUNTS, 0.0)
         # Requests are checked in several threads.
         self._lock = threading.Lock()
         self._compiled = functools.lru_cache(MOST_KEPT)(self._compile)
@@ -89,7 +96,11 @@ class Grammars:
     def matcher(self, form: str) -> LLMatcher:
         """Return a matcher at the beginning of a form; raises UserError where it cannot be one."""
         with self._lock:
-            return self._compiled(form).deep_copy()
+            began = time.perf_counter()
+            try:
+                return self._compiled(form).deep_copy()
+            finally:
+                self.counts["compile_seconds"] += time.perf_counter() - began
 
     @functools.cached_property
     def _tokens(self) -> Any:
@@ -144,11 +155,10 @@ def problem_of(matcher: LLMatcher) -> str:
     return " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
 
 
-def draft_chain(
-    chain: Sequence[int], tokens: np.ndarray, parent: np.ndarray, is_shared: bool
-) -> None:
+def draft_chain(chain: list[int], tokens: np.ndarray, parent: np.ndarray, is_shared: bool) -> None:
     """Put tokens that a form forces on a path of a tree, from the root down, in place.
 
+    chain: it is cut to the tokens that the tree has room for.
     tokens, parent: of the slots, parents first, negative tokens in unused ones. is_shared: whether
         all rows share the parents, which stay; then other drafted tokens make way.
 
@@ -157,7 +167,7 @@ def draft_chain(
     import numpy as np
 
     slot = 0
-    for token in chain:
+    for index, token in enumerate(chain):
         children = np.flatnonzero((parent == slot) & (tokens >= 0))
         same = children[tokens[children] == token]
         unused = np.flatnonzero(tokens < 0)
@@ -171,6 +181,7 @@ def draft_chain(
         elif len(children):
             slot = children[0]
         else:
+            del chain[index:]
             return
         tokens[slot] = token
 
@@ -195,12 +206,13 @@ def fill_masks(
         if above >= 0 <= tokens[slot] and tokens[slot] not in eos_ids:
             children[above].append(slot)
 
-    def visit(slot: int) -> None:
+    def visit(slot: int, there: LLMatcher) -> None:
         row = masks[slot]
-        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        there.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         for child in children[slot]:
-            if matcher.try_consume_tokens([tokens[child]]):
-                visit(child)
-                matcher.rollback(1)
+            # Not a rollback: after one, llguidance 1.9.1 sometimes returns a wrong mask.
+            beyond = there.deep_copy()
+            if beyond.try_consume_tokens([tokens[child]]):
+                visit(child, beyond)
 
-    visit(0)
+    visit(0, matcher)

@@ -322,8 +322,8 @@ def compile_masked_step(config: StepConfig, placement: Placement) -> Chunk:
     """Return a function that runs one step, with masks that the host makes in the middle of it.
 
     They are made from the drafted tree, while the device verifies it. The function's last arguments
-    are chains() -> {row: tokens that its form forces}, which are drafted in place of others, and
-    masks(tokens [B, T], parent [B or 1, T]), as in `sampling.mask_out`.
+    are chains() -> {row: tokens that its form forces}, which are drafted in place of others and cut
+    as in `draft_chain`, and masks(tokens [B, T], parent [B or 1, T]), as in `sampling.mask_out`.
     """
 
     def last(weights: Weights, state: DecodeState, *more: Any) -> tuple[DecodeState, StepRecord]:
@@ -352,7 +352,7 @@ def compile_masked_step(config: StepConfig, placement: Placement) -> Chunk:
             tokens, parent = map(np.array, jax.device_get(slots))
             for row, chain in forced.items():
                 above = parent[row % len(parent)]
-                draft_chain(chain[: tree.depth], tokens[row], above, len(parent) < len(tokens))
+                draft_chain(chain, tokens[row], above, len(parent) < len(tokens))
             slots = tokens, parent
             tree = tree.replace(tokens=placement.array(tokens), parent=placement.array(parent))
             drafted = drafted.replace(tree=tree)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from clover_jax.decoding.row_state import TurnProgress, copied_parts, forward_groups
 
@@ -16,6 +19,14 @@ _NAME = re.compile(rf"^(# HELP |# TYPE |){_OURS}", re.MULTILINE)
 # Upper bounds of the buckets of histograms.
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# What engines count of structured outputs.
+_GRAMMARS = {
+    "compile_seconds": "time spent compiling schemas and other forms",
+    "mask_seconds": "time spent making the masks of drafted trees",
+    "draft_tokens": "tokens that forms forced, drafted",
+    "accepted_tokens": "tokens that forms forced, drafted and accepted",
+}
 
 # Why an answer ended, in OpenAI's words.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -47,15 +58,17 @@ def forwards_of(progress: TurnProgress) -> list[Forward]:
     return forwards
 
 
-class Metrics:
+class Metrics(Collector):
     """Counts of one server.
 
     model: its name, the label of every figure. is_drafting: whether forwards verify drafts.
+    grammars: returns the counts of structured outputs of each engine, as `Grammars` has them.
     """
 
     def __init__(self, model: str, is_drafting: bool = True):
         self._registry, self._model = CollectorRegistry(), model
         self._is_drafting = is_drafting
+        self.grammars: Callable[[], list[Mapping[str, float]]] = list
 
         # How busy it is, and how long clients wait.
         self.running = self._figure(Gauge, "num_requests_running", "requests that are decoded")
@@ -86,6 +99,16 @@ class Metrics:
         self._accepted_at = self._counter_by(
             "position", accepted + "_per_pos", "forwards that gave a token beyond one, by its place"
         )
+
+        self._registry.register(self)
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the figures that engines count."""
+        engines = self.grammars()
+        for name, help in _GRAMMARS.items():
+            figure = CounterMetricFamily(f"{_OURS}grammar_{name}", help, labels=["model_name"])
+            figure.add_metric([self._model], sum(counts[name] for counts in engines))
+            yield figure
 
     def later_tokens(self, count: int, seconds: float) -> None:
         """Count more tokens of a stream, `seconds` after those before them."""

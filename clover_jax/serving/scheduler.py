@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import Generic, NamedTuple, TypeVar
 
@@ -188,6 +188,10 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def grammar_counts(self) -> Mapping[str, float]:
+        return self._engine.grammar_counts
 
     @property
     def num_compiled(self) -> int:

@@ -83,6 +83,7 @@ class Service:
         running, waiting = self.metrics.running, self.metrics.waiting
         running.set_function(lambda: sum(each.num_running for each in ready.schedulers))
         waiting.set_function(lambda: sum(each.num_waiting for each in ready.schedulers))
+        self.metrics.grammars = lambda: [each.grammar_counts for each in ready.schedulers]
 
     @property
     def needs_key(self) -> bool:

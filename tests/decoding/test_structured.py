@@ -1,7 +1,10 @@
 """Structured outputs: masks of every slot, text equal to plain constrained decoding's, refusals."""
 
+import collections
 import dataclasses
 import json
+import os
+import pathlib
 
 import jax
 import numpy as np
@@ -43,6 +46,11 @@ def tokenizer(tmp_path_factory):
 @pytest.fixture(scope="module")
 def forms(tokenizer):
     return Grammars(tokenizer, BASE.vocab_size, (EOS,))
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return api.load_draft(api.load_base("builtin:tiny"), "lookup")
 
 
 def requests(**more):
@@ -104,6 +112,18 @@ def test_every_slot_has_the_mask_after_its_path(forms):
     assert reached > 100
 
 
+def test_a_mask_does_not_depend_on_the_branches_before(tiny):
+    """llguidance 1.9.1 fails this after a rollback."""
+    text = [tiny.tokenizer.convert_tokens_to_ids(token) for token in ("{", '",', 'Ġ"', ":")]
+    bracket, spaced = map(tiny.tokenizer.convert_tokens_to_ids, ("[", "Ġ["))
+    tree, masks = [text[-1], bracket, bracket, spaced], np.zeros((4, 64), np.int32)
+    matcher, fresh = (tiny.grammars.matcher('{"json_object": true}') for _ in range(2))
+    assert matcher.consume_tokens(text)
+    fill_masks(matcher, tree, [-1, 0, 1, 0], masks, (1,))
+    assert fresh.consume_tokens([*text, spaced])
+    assert masks[3].tobytes() == fresh.compute_bitmask()[: 64 * 4]
+
+
 def test_a_chain_takes_equal_tokens_then_unused_slots_then_others():
     def drafted(chain, tokens, parent, is_shared):
         tokens, parent = np.array(tokens), np.array(parent)
@@ -116,6 +136,8 @@ def test_a_chain_takes_equal_tokens_then_unused_slots_then_others():
     full = [5, 6, 7, 8], [-1, 0, 0, 1]
     assert drafted([9, 1, 2], *full, True) == ([5, 9, 7, 1], full[1])
     assert drafted([7, 1], *full, True) == full
+    draft_chain(chain := [7, 1], *map(np.array, full), True)
+    assert chain == [7]
     # Parents that all rows share stay.
     assert drafted([9], [5, 6, -1, -1], [-1, 0, 1, 0], True) == ([5, 6, -1, 9], [-1, 0, 1, 0])
 
@@ -127,9 +149,13 @@ def test_what_a_form_forces_is_drafted(forms):
     tree = parse_tree("chain:4")
     rules = dataclasses.replace(RULES, verify="lossless", draft_sampling="topk")
     engine = Engine(BASE, random_head(BASE)[0], tree, rules, grammars=forms)
+    before = dict(forms.counts)
     (row,) = decode(engine, [request])
     assert row.output_ids == slow(forms, request)
     assert row.tau > 2
+    counts = {name: count - before[name] for name, count in forms.counts.items()}
+    assert counts["accepted_tokens"] == counts["draft_tokens"] > 10
+    assert min(counts.values()) > 0
 
 
 @pytest.mark.parametrize(
@@ -210,11 +236,6 @@ SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required"
 SCHEMA["additionalProperties"] = False
 
 
-@pytest.fixture(scope="module")
-def tiny():
-    return api.load_draft(api.load_base("builtin:tiny"), "lookup")
-
-
 def test_rows_of_prompts_may_have_a_form(tiny):
     rows = [{"prompt": "def f(", "structured_outputs": {"json": SCHEMA}, "temperature": 1.0}] * 3
     done = api.generate_rows(tiny, [*rows, "def f("], max_new_tokens=250)
@@ -258,21 +279,44 @@ def random_schema(rng, depth=0):
     return {"type": kind}
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
-def test_answers_to_random_schemas_are_valid(tiny, count):
+def ends_of(models, schemas):
+    """Return how many answers have ended, by why; those with an end must be valid."""
     jsonschema = pytest.importorskip("jsonschema", reason="pip install -e '.[test]'")
-    rng = np.random.default_rng(0)
-    schemas = [random_schema(rng) for _ in range(count)]
     rows = [
         {"prompt": "def f(x):\n", "structured_outputs": {"json": schema}, "temperature": 1.0}
         for schema in schemas
     ]
-    ended = 0
-    for row in api.generate_rows(tiny, rows, max_new_tokens=250, batch_size=12):
-        if row["finish_reason"] == "eos":
+    ends = collections.Counter()
+    settings = {"max_new_tokens": 250, "batch_size": 12, "strict": False}
+    for row in api.generate_rows(models, rows, **settings):
+        if row.get("finish_reason") == "eos":
             jsonschema.validate(json.loads(row["text"]), schemas[row["index"]])
-            ended += 1
-    assert ended >= 0.8 * count
+        ends[row.get("finish_reason") or row["error"].partition(": ")[2]] += 1
+    return ends
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(400, marks=pytest.mark.slow)])
+def test_answers_to_random_schemas_are_valid(tiny, count):
+    rng = np.random.default_rng(0)
+    assert ends_of(tiny, [random_schema(rng) for _ in range(count)])["eos"] >= 0.8 * count
+
+
+SUITE = os.environ.get("CLOVER_JAX_SCHEMAS", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SUITE, reason="CLOVER_JAX_SCHEMAS names no folder of JSON schemas")
+def test_answers_to_a_suite_of_schemas_are_valid_or_refused_in_one_line(tiny):
+    """Take 1 000 of the folder's files, evenly; on CLOVER_JAX_REAL_BASE if it is set."""
+    files = sorted(pathlib.Path(SUITE).rglob("*.json"))
+    schemas = [json.loads(file.read_bytes()) for file in files[:: max(1, len(files) // 1000)]]
+    if base := os.environ.get("CLOVER_JAX_REAL_BASE"):
+        tiny = api.load_draft(api.load_base(base), "lookup")
+    ends = ends_of(tiny, schemas)
+    for why, count in ends.most_common():
+        print(count, why)
+    assert all(len(why.splitlines()) == 1 for why in ends)
+    assert not any("satisfy the grammar" in why for why in ends)  # a mask was wrong
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from clover_jax.data.tokenizer import load_tokenizer
+from clover_jax.decoding.grammars import COUNTS
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
@@ -64,7 +65,7 @@ POINT["properties"]["kind"] = {"enum": ["a", "b"]}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": POINT}} for name in "fg"]
 
 
-def test_an_answer_matches_what_its_request_asks_for(client):
+def test_an_answer_matches_what_its_request_asks_for(server, client):
     chat = {"messages": MESSAGES, "max_tokens": 300, "temperature": 1, "seed": 1}
     schema = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
     for body in (
@@ -84,6 +85,9 @@ def test_an_answer_matches_what_its_request_asks_for(client):
     assert joined == text(client, chat | {"response_format": schema})
     assert text(client, chat | {"guided_choice": ["left", "right"]}) in ("left", "right")
     assert isinstance(json.loads(text(client, chat | {"guided_regex": "[0-9]{3}"})), int)
+    figures = [server.figure(f"grammar_{name}_total") for name in COUNTS]
+    assert min(figures) > 0
+    assert figures == list(server.service.ready().scheduler.grammar_counts.values())
 
 
 def test_calls_that_must_be_are(client):
