@@ -6,9 +6,9 @@ that decoding takes. So a head keeps up with a base that changes (`sampler.py`),
 texts. Any head gives the base's text, so this changes speed alone.
 
 The base is run over the texts again instead of keeping the activations that verification had. This
-costs a part of a step (experiments/results/rollouts.md), and what the head learns is always the
-present base's: after an update, activations of older ones would be of no use. It also gives the
-head a prompt's activations, and no program of decoding changes.
+costs a forward over ROWS texts a step, and what the head learns is always the present base's: after
+an update, activations of older ones would be of no use. It also gives the head a prompt's
+activations, and no program of decoding changes.
 
 Only accepted tokens are learnt from. A rejected node's noise is drawn with again in the next step,
 at the same position: a head that had seen it would not be independent of it.
@@ -63,8 +63,7 @@ ROWS, LENGTH = 4, 128  # texts of a step, and their tokens at most
 RING = 8  # such batches of texts are kept
 JUDGED_EVERY = 8  # steps
 FALL = 0.98  # of the tau of the head that is kept: a head below it is taken back
-# A constant rate: 2^30 steps never end. No warm-up, since steps are few: two of them raised the
-# expected tau of a base that had moved from 2.07 to 2.77, and to 2.29 with a warm-up of eight.
+# A constant rate: 2^30 steps never end. No warm-up: a minute of decoding has time for a few steps.
 OPTIMIZER = OptimizerConfig(steps=2**30, learning_rate=5e-4, warmup_steps=0, weight_decay=0.0)
 STATE, DRAFT, MANIFEST = "adapter.msgpack", "draft", "adapter.json"
 SAVED_EVERY = 300.0  # seconds

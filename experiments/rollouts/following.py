@@ -1,10 +1,10 @@
-"""Measure how a head follows a base that a run of grpo.py has moved: fixed, adapting, fitted.
+"""Measure how a head follows a base that a run of grpo.py has moved.
 
     python -m experiments.rollouts.following --run=runs/docstrings --draft=runs/clover_lr
 
-They sample the same prompts of the moved base in turns. The adapting head learns within its 5 % of
-the seconds; the fitted one makes a step every 16 forwards, whatever it takes, and shows what there is
-to regain.
+A fixed and an adapting head sample the same prompts of the base before and after it moved,
+alternately. How the adapting head gains on the base that did not move tells what is more training,
+and what is following.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def define_flags(flags) -> None:
 
 
 def main(flags) -> int:
-    """Print a row a round: tau and seconds of each, and the adapting head's share of seconds."""
+    """Print tau and seconds of each round, then what the second half of the rounds amounts to."""
     options = settings_from(flags, FollowingOptions)
     models = api.load_draft(api.load_base(options.base, dtype="float32"), options.draft)
     text = (models.base.directory / "prompts.jsonl").read_text()
@@ -51,25 +51,32 @@ def main(flags) -> int:
     moved = jax.tree.map(jnp.asarray, state["1"])  # after the number of its update
     samplers = {
         "before": api.Sampler(models, batch_size=16),
+        "before_adapting": api.Sampler(models, batch_size=16, adapt=True),
         "fixed": api.Sampler(models, batch_size=16),
         "adapting": api.Sampler(models, batch_size=16, adapt=True),
-        "fitted": api.Sampler(models, batch_size=16, adapt=True, adapt_every=16),
     }
+    for name in ("fixed", "adapting"):
+        samplers[name].update_base(moved)
+    adapter, taus = samplers["adapting"].adapter, []
+    assert adapter is not None
+
     with CompileClock() as clock:
         for number in range(options.rounds):
             rng = np.random.default_rng((options.seed, number))
             chosen = [prompts[place] for place in rng.choice(len(prompts), 4, replace=False)]
             row: dict[str, float | int] = {"round": number + 1}
             for name, sampler in samplers.items():
-                if name != "before" and not number:
-                    sampler.update_base(moved)
                 began = clock.now()
-                samples = sampler.sample(chosen, n=8, max_new_tokens=64, seed=number)
-                row |= {name: samples.tau or 1.0, f"{name}_seconds": round(clock.now() - began, 3)}
-            adapter = samplers["adapting"].adapter
+                tau = sampler.sample(chosen, n=8, max_new_tokens=64, seed=number).tau or 1.0
+                row |= {name: tau, f"{name}_seconds": round(clock.now() - began, 3)}
             row |= {"steps": adapter.state.steps, "taken_back": adapter.state.taken_back}
             row["share"] = round(adapter.spent / adapter.decoded, 4)
+            taus.append([row[name] for name in samplers])
             print(json.dumps(row), flush=True)
+
+    means = dict(zip(samplers, np.mean(taus[len(taus) // 2 :], axis=0).round(4), strict=True))
+    lost, gained = means["before"] - means["fixed"], means["adapting"] - means["fixed"]
+    print(json.dumps(means | {"regained": round(gained / lost, 2), "share": row["share"]}))
     return 0
 
 

@@ -2,15 +2,18 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
-from experiments.rollouts import curves, grpo
+from experiments.rollouts import curves, following, grpo
 from experiments.rollouts.aims import docstring, parses
 from tests.conftest import PYTHON, REPOSITORY, rows_in, run_command
+from tests.tiny_checkpoints import copy_of
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 # Random texts do not parse; how many letters they have can be learnt. Few texts fill the ring.
@@ -164,3 +167,20 @@ def test_curves_of_several_runs_are_drawn(unbroken, tmp_path, capsys):
     status, _, error = run_command(capsys, curves, "--runs=a", f"--output={picture}")
     assert status == 2
     assert "'a' is not NAME=FOLDER of a run" in error
+
+
+@pytest.mark.slow
+def test_heads_are_measured_on_the_base_that_a_run_has_moved(flags, unbroken, tmp_path, capsys):
+    of_run = dict(flag.removeprefix("--").split("=") for flag in flags)
+    base = copy_of(Path(of_run["base"]), tmp_path / "base")
+    shutil.copy(of_run["prompts"], base)
+    draft = save_tiny_draft(tmp_path / "draft", base)
+    command = [f"--run={unbroken}", f"--base={base}", f"--draft={draft}", "--rounds=2"]
+    status, out, error = run_command(capsys, following, *command)
+    assert (status, error) == (0, "")
+    first, second, means = map(json.loads, out)
+    assert first["before"] == first["before_adapting"] != first["fixed"] == first["adapting"]
+    for name in ("before", "fixed", "adapting"):
+        assert means[name] == round(second[name], 4)
+    regained = (means["adapting"] - means["fixed"]) / (means["before"] - means["fixed"])
+    assert means["regained"] == round(regained, 2)
