@@ -84,11 +84,13 @@ class RopeConfig(JsonConfig):
     theta: base of the geometric series of wavelengths.
     kind: "default", "linear" (all frequencies divided by `factor`), "llama3" (only the low ones,
         with a smooth passage between `low_freq_factor` and `high_freq_factor`), "yarn" (smooth
-        between pairs that turn `beta_slow` and `beta_fast` times in the original length) or
-        "longrope" (each frequency divided by its own of `pair_factors`).
+        between pairs that turn `beta_slow` and `beta_fast` times in the original length),
+        "longrope" (each frequency divided by its own of `pair_factors`) or "proportional" (the
+        frequencies of the whole head, of which the slowest pairs do not turn).
     truncate: whether YaRN's passage begins and ends at whole pairs.
     attention_factor: factor of rotated queries and keys.
     share: of each head's dimensions, the first ones, that is rotated; the rest stays (Phi-4 mini).
+        Of "proportional" it is the share of the pairs, each half a head apart (Gemma 4).
     """
 
     theta: float = 10_000.0
@@ -107,7 +109,7 @@ class RopeConfig(JsonConfig):
     share: float = 1.0
 
     def __post_init__(self):
-        kinds = ("default", "linear", "llama3", "yarn", "longrope")
+        kinds = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
         if self.kind not in kinds:
             raise ValueError(f"rope kind {self.kind!r} is not one of {', '.join(kinds)}")
         # A wavelength of 0 or below would turn positions into NaN.
@@ -158,13 +160,16 @@ class LayerConfig(JsonConfig):
 
     query_key_norm: RMSNorm of each head's queries and keys before they are rotated (Qwen3).
     joint_head_norm: RMSNorm of all heads' queries together, and of all keys (OLMo 2 and 3).
+    value_norm: RMSNorm of each head's values, without a scale (Gemma 4).
+    keys_as_values: one matrix makes keys and values, which part at their norms (Gemma 4).
     alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
     unrotated: no rotation, and no other trace of the distance (some layers of SmolLM3).
     sliding_window: positions that a position sees, itself included; None is all before it.
     score_scale: factor of the products of queries and keys; None is head_dim^-0.5.
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
     pre_norms: RMSNorm of the inputs of attention and MLP; False in OLMo 2 and 3.
-    post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 and 3).
+    post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 to 4).
+    scaled_output: the layer's output is multiplied by a learned number (Gemma 4).
     sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
     activation: of the MLP's gate: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
@@ -176,6 +181,8 @@ class LayerConfig(JsonConfig):
     routed_scale: factor of what the chosen experts give.
     shared_expert_size: width of an MLP more that every token reads; 0 is none (Qwen3-Next).
     shared_gate: whether that MLP is multiplied by a gate of its own.
+    parallel_mlp: the one MLP is next to the experts, each with norms of its own; the router reads
+        the layer's state, which it norms itself (Gemma 4).
     output_gate: attention's output is multiplied by a sigmoid of the input (Qwen3-Next).
     delta: a delta net in the place of attention; None is attention.
     """
@@ -193,6 +200,8 @@ class LayerConfig(JsonConfig):
     mlp_bias: bool = False
     query_key_norm: bool = False
     joint_head_norm: bool = False
+    value_norm: bool = False
+    keys_as_values: bool = False
     alibi: bool = False
     unrotated: bool = False
     sliding_window: int | None = None
@@ -200,6 +209,7 @@ class LayerConfig(JsonConfig):
     score_cap: float | None = None
     pre_norms: bool = True
     post_norms: bool = False
+    scaled_output: bool = False
     activation: str = "silu"
     num_experts: int = 0
     experts_per_token: int = 0
@@ -211,6 +221,7 @@ class LayerConfig(JsonConfig):
     routed_scale: float = 1.0
     shared_expert_size: int = 0
     shared_gate: bool = True
+    parallel_mlp: bool = False
     output_gate: bool = False
     delta: DeltaConfig | None = None
 
@@ -258,7 +269,7 @@ class LayerConfig(JsonConfig):
 
     def with_plain_branches(self) -> LayerConfig:
         """Return the layer with norms where Llama has them, so that its branches can be nothing."""
-        return dataclasses.replace(self, pre_norms=True, post_norms=False)
+        return dataclasses.replace(self, pre_norms=True, post_norms=False, scaled_output=False)
 
     def as_llama(self) -> LayerConfig:
         """Return Llama's layer of the same widths."""
@@ -279,6 +290,7 @@ class BaseConfig(LayerConfig):
     unrotated_layers: indices of the layers without rotation (SmolLM3).
     dense_layers: indices of the layers that have one MLP where the others have experts.
     local_rope: rotation of the layers with the window; None: as the others (Gemma 3).
+    local_kv_heads, local_head_dim: of the layers with the window; None: as the others (Gemma 4).
     embedding_scale: factor of the tokens' embeddings (Gemma).
     logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap) (Gemma 2).
     """
@@ -291,6 +303,8 @@ class BaseConfig(LayerConfig):
     unrotated_layers: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
+    local_kv_heads: int | None = None
+    local_head_dim: int | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     bos_token_id: int | None = None
@@ -300,14 +314,16 @@ class BaseConfig(LayerConfig):
     def layer(self) -> LayerConfig:
         """The shape of a draft head's layers: the base's layers without window and experts.
 
-        Where the base has experts, the one MLP is as wide as the experts that a token reads.
+        Where the base has experts, the one MLP is as wide as all that a token reads.
         """
+        inner = self.experts_per_token * self.expert_size
+        if not inner or self.parallel_mlp:
+            inner += self.intermediate_size
         # A head drafts a few tokens beyond the text, so no window of the base concerns it.
         return dataclasses.replace(
             self._every_layer,
             sliding_window=None,
-            # Without experts the product is 0, and `or` takes the layer's own width.
-            intermediate_size=self.experts_per_token * self.expert_size or self.intermediate_size,
+            intermediate_size=inner,
             num_experts=0,
             experts_per_token=0,
             expert_size=0,
@@ -317,6 +333,7 @@ class BaseConfig(LayerConfig):
             routed_scale=1.0,
             shared_expert_size=0,
             shared_gate=True,
+            parallel_mlp=False,
             delta=None,
             mlp_bias=self.mlp_bias or self.expert_bias,
         )
@@ -327,8 +344,12 @@ class BaseConfig(LayerConfig):
         changes: dict[str, Any] = {}
         if index in self.full_attention_layers:
             changes |= {"sliding_window": None, "delta": None}
-        elif self.sliding_window is not None and self.local_rope is not None:
-            changes["rope"] = self.local_rope
+        elif self.sliding_window is not None:
+            names = {"rope": "local_rope"}
+            names |= {"num_kv_heads": "local_kv_heads", "head_dim": "local_head_dim"}
+            local = {name: getattr(self, of_local) for name, of_local in names.items()}
+            changes |= {name: value for name, value in local.items() if value is not None}
+            changes["keys_as_values"] = False  # of the layers that see everything
         if index in self.unrotated_layers:
             changes["unrotated"] = True
         if index in self.dense_layers:

@@ -29,8 +29,9 @@ def save_random_model(model, folder: Path, dtype: str = "float32", max_shard_siz
     """Save a fresh torch model with lively biases and norms; return it as read anew."""
     import torch
 
+    scales = [x for name, x in model.named_buffers() if name.endswith("layer_scalar")]  # Gemma 4's
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *scales]:
             if parameter.ndim == 1:  # biases and norms, which start as constants
                 parameter.add_(0.2 * torch.randn_like(parameter))
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

@@ -22,12 +22,14 @@ _KINDS: dict[str, str] = {
     **dict.fromkeys(
         ("attention_bias", "mlp_bias", "qkv_bias", "bias", "fusion_bias", "medusa_fc_bias")
         + ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "truncate")
-        + ("norm_before_residual", "original_lm_head"),
+        + ("norm_before_residual", "original_lm_head", "attention_k_eq_v", "enable_moe_block")
+        + ("use_double_wide_mlp",),
         "true or false",
     ),
     **dict.fromkeys(
         ("rope_scaling", "rope_parameters", "quantization_config", "text_config")
-        + ("eagle_config", "transformer_layer_config", "sliding_attention", "full_attention"),
+        + ("eagle_config", "transformer_layer_config", "sliding_attention", "full_attention")
+        + ("per_layer_config",),
         "an object or null",
     ),
     **dict.fromkeys(
@@ -45,6 +47,7 @@ _KINDS: dict[str, str] = {
 _OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"} | {
     *("original_max_position_embeddings", "sliding_window_pattern", "head_dim", "pretraining_tp"),
     *("torch_dtype", "quantization_config", "auto_map", "tokenizer_class"),
+    *("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
 }
 # Objects that describe the rotation, the one that wins first, and what they may hold.
 _ROPES = ("rope_scaling", "rope_parameters")

@@ -88,7 +88,7 @@ def refuse_draft_vocabulary(config: DrafterConfig, layout: str) -> None:
         )
 
 
-# The fields of each type of rotation, in addition to its factor. `beyond_llama` refuses longrope.
+# The fields of each type of rotation, in addition to its factor; `beyond_llama` refuses others.
 _ROPE_FIELDS = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL),
@@ -151,10 +151,13 @@ _BEYOND_LLAMA = {
     "alibi": "ALiBi",
     "query_key_norm": "query and key norms",
     "joint_head_norm": "norms over all heads",
+    "value_norm": "normed values",
+    "keys_as_values": "keys as values",
     "score_scale": "its own scale of scores",
     "score_cap": "soft-capped scores",
     "pre_norms": "no norms before attention and MLP",
     "post_norms": "norms after attention and MLP",
+    "scaled_output": "a scaled output",
     "sinks": "attention sinks",
     "output_gate": "gated attention",
     "activation": "an activation of its own",
@@ -164,8 +167,8 @@ _BEYOND_LLAMA = {
 def beyond_llama(layer: LayerConfig) -> str | None:
     """Return in words which feature of a layer Llama's layers lack; None for a Llama layer."""
     # `as_llama` keeps the rotation, so the comparison below would not see a difference in it.
-    if layer.rope.kind == "longrope" or layer.rope.share != 1:
-        return "a rotation of Phi's kind"
+    if layer.rope.kind in ("longrope", "proportional") or layer.rope.share != 1:
+        return "a rotation of Phi's or Gemma 4's kind"
     llama = layer.as_llama()
     names = (name for name in _BEYOND_LLAMA if getattr(layer, name) != getattr(llama, name))
     return next((_BEYOND_LLAMA[name] for name in names), None)

@@ -13,7 +13,7 @@ from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional", "dynamic")
 ORIGINAL = "original_max_position_embeddings"
 SLIDING, FULL = "sliding_attention", "full_attention"  # in `layer_types`
 _SHARED = ("rope_theta", "partial_rotary_factor")
@@ -60,8 +60,8 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
         )
     rope = parse_rope(values, path)
     # Only these families are known to leave a part of each head unrotated.
-    if rope.share != 1 and values.get("model_type") not in ("phi3", "qwen3_next", "glm4"):
-        raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
+    if values.get("model_type") not in ("phi3", "qwen3_next", "glm4"):
+        refuse_share(rope, path)
     eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)
     # Beyond its original length longrope rotates all keys by its long factors, also those in the
     # cache: texts are limited to that length.
@@ -90,6 +90,12 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def refuse_share(rope: RopeConfig, path: Path) -> None:
+    """Raise UserError for a part of each head that stays, unless its kind of rotation says so."""
+    if rope.share != 1 and rope.kind != "proportional":
+        raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
 
 
 def check_count(values: dict[str, Any], name: str, path: Path, most: int | None = None) -> None:
@@ -126,6 +132,10 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
         return RopeConfig(theta=theta, share=share)
     if kind == "longrope":
         return RopeConfig(theta=theta, share=share, kind=kind, **_longrope(fields, values, path))
+
+    if kind == "proportional":
+        factor = float(positive(fields, "factor", 1.0, path))
+        return RopeConfig(theta=theta, share=share, kind=kind, factor=factor)
 
     # Required fields, then those with a default.
     for name in _ROPE_FIELDS[kind]:

@@ -102,13 +102,15 @@ def layer_leaves(
         "k": ((heads, size), queries),
         "v": ((heads, size), queries + 1),
     }
+    if config.keys_as_values:
+        del slots["v"]
     pieces, biases = [], []
     for letter, (split, slot) in slots.items():
         name, rows, axes = f"{prefix}self_attn.{letter}_proj", math.prod(split), range(len(split))
         weight = Piece(f"{name}.weight", (rows, read), (*split, read), (len(split), *axes))
         pieces.append(dataclasses.replace(weight, index=(every, every, slot)))
         biases.append(Piece(f"{name}.bias", (rows,), split, tuple(axes), (every, slot)))
-    fused = (heads, queries + 2, size)
+    fused = (heads, queries + len(slots) - 1, size)
     leaves.append(Leaf((*attention, "qkv"), (read, *fused), tuple(pieces)))
 
     # out [K, G, H, D], stored as [D, N H]: query head n is number n % G of those that read
@@ -144,6 +146,8 @@ def layer_leaves(
             norm, every_axis = f"{prefix}self_attn.{letter}_norm.weight", tuple(range(len(entries)))
             piece = Piece(norm, (math.prod(entries),), entries, every_axis)
             leaves.append(Leaf((*attention, ours), entries, (piece,)))
+    if config.scaled_output:
+        leaves.append(whole((*path, "scale"), f"{prefix}layer_scalar", (1,)))
     if config.sinks:  # one for each query head
         shape = (heads, groups)
         piece = Piece(f"{prefix}self_attn.sinks", (config.num_heads,), shape, (0, 1))

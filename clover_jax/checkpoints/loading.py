@@ -23,6 +23,12 @@ from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.config_json import read_config, tell_unknown
 from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
+from clover_jax.checkpoints.gemma4 import (
+    GEMMA4,
+    GEMMA4_UNIFIED,
+    GEMMA4_UNIFIED_WHOLE,
+    GEMMA4_WHOLE,
+)
 from clover_jax.checkpoints.gguf_file import GgufTensors
 from clover_jax.checkpoints.glm import GLM4, GLM4_MOE
 from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
@@ -253,6 +259,10 @@ _FAMILIES = (
     ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     # 4B and larger: the text part is read.
     ("Gemma3ForConditionalGeneration", "gemma3", GEMMA3_MULTIMODAL),
+    ("Gemma4ForCausalLM", "gemma4_text", GEMMA4),
+    ("Gemma4ForConditionalGeneration", "gemma4", GEMMA4_WHOLE),
+    ("Gemma4UnifiedForCausalLM", "gemma4_unified_text", GEMMA4_UNIFIED),
+    ("Gemma4UnifiedForConditionalGeneration", "gemma4_unified", GEMMA4_UNIFIED_WHOLE),
 )
 ARCHITECTURES = {name: family for name, _, family in _FAMILIES}
 MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}

@@ -66,6 +66,28 @@ def _qwen3_5(value_heads: int) -> dict[str, Any]:
     }
 
 
+def _gemma4(width: int, local_kv_heads: int) -> dict[str, Any]:
+    return {
+        "head_dim": 512,
+        "rms_norm_eps": 1e-6,
+        "rope": RopeConfig(theta=1e6, kind="proportional", share=0.25),
+        "max_position_embeddings": 262_144,
+        "tie_word_embeddings": True,
+        **dict.fromkeys(("query_key_norm", "value_norm", "keys_as_values"), True),
+        "sliding_window": 1024,
+        "score_scale": 1.0,
+        "post_norms": True,
+        "scaled_output": True,
+        "activation": "gelu",
+        "full_attention_layers": tuple(range(5, 60, 6)),
+        "local_rope": RopeConfig(),
+        "local_kv_heads": local_kv_heads,
+        "local_head_dim": 256,
+        "embedding_scale": width**0.5,
+        "logit_cap": 30.0,
+    }
+
+
 # From the config.json of each.
 SHAPES = {
     "llama3-8b": _shape(128_256, 4096, 14_336, 32, 32, 8, **_LLAMA3),
@@ -115,6 +137,13 @@ SHAPES = {
         full_attention_layers=tuple(range(5, 62, 6)),
         local_rope=RopeConfig(),
         embedding_scale=5376**0.5,
+    ),
+    "gemma4-31b": _shape(262_144, 5376, 21_504, 60, 32, 4, **_gemma4(5376, 16)),
+    "gemma4-26b-a4b": _shape(
+        *(262_144, 2816, 2112, 30, 16, 2),
+        **_gemma4(2816, 8),
+        **_experts(128, 8, 704),
+        parallel_mlp=True,
     ),
     "qwen3.5-27b": _shape(248_320, 5120, 17_408, 64, 24, 4, **_qwen3_5(48)),
     "qwen3.5-35b-a3b": _shape(

@@ -15,6 +15,10 @@ from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
 from clover_jax.models.placement import over_rows_and_heads
 
+# The parts of a layer of attention and one MLP.
+PLAIN = {"attention_norm", "attention", "attention_post_norm"}
+PLAIN |= {"mlp_norm", "mlp", "mlp_post_norm", "scale"}
+
 
 def augment(
     layers: Sequence[DecoderLayer],
@@ -122,7 +126,7 @@ def from_last_layer(
     in_order: of the last `num_layers` of its shapes up to that one instead, one each, however they
         rotate; a base of fewer repeats the first of them.
     Of experts the first few become one MLP, as many as a token reads, each counting as much: what
-    the layer gives where its router prefers none.
+    the layer gives where its router prefers none. They follow an MLP next to the experts, if any.
     """
     # The deepest layers are nearest to what the head predicts.
     names = [name for name in base_params if name.startswith("layers_")]
@@ -140,6 +144,14 @@ def from_last_layer(
         layer = alike[max(len(alike) - 1 - back, 0)]
         if "router" in layer["mlp"]:
             layer = {**layer, "mlp": _first_experts(layer["mlp"], config.layer.intermediate_size)}
+        elif "experts" in layer:
+            one = layer["mlp"]
+            few = _first_experts(
+                layer["experts"], config.layer.intermediate_size - len(one["down"])
+            )
+            sides = {"gate_up": 2, "down": 0}
+            both = {x: jnp.concatenate([one[x], few[x]], axis) for x, axis in sides.items()}
+            layer = {x: layer[x] for x in layer if x in PLAIN} | {"mlp": both}
         new[f"augmenting_{i}"] = layer
     return new
 

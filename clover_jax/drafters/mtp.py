@@ -81,6 +81,8 @@ class MTP(LayerDrafter):
 
 def layer_of(base: BaseConfig) -> LayerConfig:
     """Return the shape of the drafting layer: a base's layer with attention, experts included."""
+    if base.parallel_mlp:  # whose branches are normed, and cannot begin at nothing
+        return base.layer
     layer = {field.name: getattr(base, field.name) for field in dataclasses.fields(LayerConfig)}
     return LayerConfig(**layer | {"sliding_window": None, "delta": None})
 

@@ -153,10 +153,11 @@ def _options(kind: str) -> dict[str, Any]:
 def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
     """Return a head's config with the properties of its base that are not shapes."""
 
-    # Layers may differ in rotation and experts: the deepest one like the head's layers, which
-    # have attention.
+    # Layers may differ in rotation, heads and experts: the deepest one like the head's layers,
+    # which have attention.
     def kind(layer: LayerConfig) -> tuple[Any, ...]:
-        return layer.rope, layer.unrotated, layer.num_experts
+        heads = layer.num_kv_heads, layer.head_dim, layer.keys_as_values
+        return layer.rope, layer.unrotated, layer.num_experts, heads
 
     with_attention = [i for i in range(base.num_layers) if base.layer_at(i).delta is None]
     alike = [i for i in with_attention if kind(base.layer_at(i)) == kind(base)]

@@ -51,7 +51,8 @@ class DecoderOutput(struct.PyTreeNode):
 class SelfAttention(nn.Module):
     """Grouped-query attention; q, k, v fused as [D, K, G + 2, H] so that heads shard on K.
 
-    With gates of the output [D, K, 2 G + 2, H]: each query's gate follows it.
+    With gates of the output [D, K, 2 G + 2, H]: each query's gate follows it. Where keys serve as
+    values [D, K, G + 1, H].
     """
 
     config: LayerConfig
@@ -76,7 +77,8 @@ class SelfAttention(nn.Module):
         cfg = self.config
         width, groups = cfg.hidden_size, cfg.num_groups
         queries = 2 * groups if cfg.output_gate else groups  # each next to its gate
-        heads = (cfg.num_kv_heads, queries + 2, cfg.head_dim)
+        columns = queries + (1 if cfg.keys_as_values else 2)
+        heads = (cfg.num_kv_heads, columns, cfg.head_dim)
         qkv = self.param("qkv", matrix_init(x.shape[-1]), (x.shape[-1], *heads))
         init = matrix_init(cfg.num_heads * cfg.head_dim)
         out = self.param("out", init, (cfg.num_kv_heads, groups, cfg.head_dim, width))
@@ -88,7 +90,7 @@ class SelfAttention(nn.Module):
             fused = fused + bias[:, :, None]
 
         # Separate from here on: as one rotated array, a TPU copies the queries next to their keys.
-        query, key, value = fused[:, :, :queries], fused[:, :, queries], fused[:, :, queries + 1]
+        query, key, value = fused[:, :, :queries], fused[:, :, queries], fused[:, :, columns - 1]
         if cfg.output_gate:
             query, gate = query[:, :, ::2], query[:, :, 1::2]
         if cfg.query_key_norm:
@@ -96,6 +98,8 @@ class SelfAttention(nn.Module):
         if cfg.joint_head_norm:
             query = self._joint_norm(query, "queries_norm")
             key = self._joint_norm(key, "keys_norm")
+        if cfg.value_norm:
+            value = rms_norm(value, jnp.ones((), value.dtype), cfg.rms_norm_eps)
         if not (cfg.alibi or cfg.unrotated):
             query, key = (apply_rope(each, positions, cfg.rope) for each in (query, key))
 
@@ -158,9 +162,17 @@ class DecoderLayer(nn.Module):
         self.attention_norm = norm(self.input_norm and self.config.pre_norms)
         self.attention: Any = (DeltaNet if self.config.delta else SelfAttention)(self.config)
         self.mlp_norm = norm(self.config.pre_norms)
-        self.mlp = ExpertMLP(self.config) if self.config.num_experts else GatedMLP(self.config)
+        has_experts = self.config.num_experts > 0
+        self.is_parallel = has_experts and self.config.parallel_mlp
+        replaced = has_experts and not self.is_parallel
+        self.mlp = ExpertMLP(self.config) if replaced else GatedMLP(self.config)
         self.attention_post_norm = norm(self.config.post_norms)
         self.mlp_post_norm = norm(self.config.post_norms)
+        if self.is_parallel:
+            self.experts, self.experts_norm = ExpertMLP(self.config), norm(True)
+            self.dense_post_norm, self.experts_post_norm = norm(True), norm(True)
+        if self.config.scaled_output:
+            self.scale = self.param("scale", nn.initializers.ones, (1,))
 
     def __call__(
         self,
@@ -180,7 +192,13 @@ class DecoderLayer(nn.Module):
         normed = self.attention_norm(rows).reshape(x.shape)
         mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
         rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
-        rows = rows + self.mlp_post_norm(self.mlp(self.mlp_norm(rows)))
+        given = self.mlp(self.mlp_norm(rows))
+        if self.is_parallel:
+            routed = self.experts(self.experts_norm(rows), rows)
+            given = self.dense_post_norm(given) + self.experts_post_norm(routed)
+        rows = rows + self.mlp_post_norm(given)
+        if self.config.scaled_output:
+            rows = rows * self.scale
         return rows.reshape(x.shape), fresh
 
 

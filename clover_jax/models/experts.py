@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import FLOAT32, Array, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
-from clover_jax.models.layers import GatedMLP, activate, let_through, matrix_init
+from clover_jax.models.layers import GatedMLP, activate, let_through, matrix_init, rms_norm
 
 MOST_PAIRS = 16  # that are written out one after another
 MOST_TOKENS = 512  # whose products with all experts take as long as reading the matrices (v6e)
@@ -61,17 +61,23 @@ class ExpertMLP(nn.Module):
     config: LayerConfig
 
     @nn.compact
-    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    def __call__(
+        self, x: Float[Array, "*b D"], state: Float[Array, "*b D"] | None = None
+    ) -> Float[Array, "*b D"]:
+        """Return what the experts give for x; the router reads x, or the state, which it norms."""
         cfg = self.config
         number, width, inner = cfg.num_experts, cfg.hidden_size, cfg.expert_size
         router = self.param("router", matrix_init(width), (width, number))
 
         # Each token's experts, and how much each counts.
-        tokens = x.reshape(-1, width)
+        read = tokens = x.reshape(-1, width)
+        if state is not None:
+            scale = self.param("router_scale", nn.initializers.ones, (width,))
+            read = rms_norm(state.reshape(-1, width), scale, cfg.rms_norm_eps) * width**-0.5
         if cfg.router == "sigmoid":
             weight, chosen = self._sigmoid_choice(tokens, router)
         else:
-            scores = tokens @ router
+            scores = read @ router
             if cfg.expert_bias:
                 scores = scores + self.param("router_bias", nn.initializers.zeros, (number,))
             probability = jax.nn.softmax(scores.astype(jnp.float32))
@@ -80,6 +86,9 @@ class ExpertMLP(nn.Module):
             weight = weight / weight.sum(axis=-1, keepdims=True)
         if cfg.routed_scale != 1:
             weight = weight * cfg.routed_scale
+        if state is not None:
+            scale = self.param("expert_scale", nn.initializers.ones, (number,))
+            weight = weight * scale[chosen]
 
         # The params by their names, in the shapes that the functions below expect.
         shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}

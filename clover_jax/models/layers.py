@@ -41,9 +41,12 @@ def rms_norm(
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Return the angular frequencies of the pairs that are rotated, scaled as `rope.kind` says.
 
+    Of "proportional" all pairs have one, which may be 0.
+
     Source: Hugging Face's rope_parameters; YaRN (arXiv 2309.00071), LongRoPE (arXiv 2402.13753).
     """
-    size = int(head_dim * rope.share)
+    turned = int(head_dim * rope.share)
+    size = head_dim if rope.kind == "proportional" else turned
     frequency = rope.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     if rope.kind == "longrope":
         frequency = frequency / np.array(rope.pair_factors)
@@ -54,6 +57,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         frequency = frequency * (1 - stretched) + frequency / rope.factor * stretched
     elif rope.kind == "linear":
         frequency = frequency / rope.factor
+    elif rope.kind == "proportional":
+        frequency = np.where(np.arange(size // 2) < turned // 2, frequency / rope.factor, 0)
     elif rope.kind == "llama3":
         # Slow frequencies are stretched, fast ones kept, those between blended.
         turns = rope.original_max_position_embeddings * frequency / (2 * np.pi)
@@ -92,7 +97,7 @@ def apply_rope(
         cosine, sine = cosine * rope.attention_factor, sine * rope.attention_factor
     # Both entries of a pair turn by one angle; they lie half of the rotated part apart.
     cosine, sine = (jnp.concatenate([each, each], axis=-1) for each in (cosine, sine))
-    if rope.share < 1:
+    if cosine.shape[-1] < x.shape[-1]:
         # Some families leave a part of each head as it is.
         kept = [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] - cosine.shape[-1])]
         cosine, sine = jnp.pad(cosine, kept, constant_values=1), jnp.pad(sine, kept)

@@ -56,6 +56,8 @@ PARAM_LAYOUTS: dict[str, str] = {
     # experts on each device XLA gathers all of them for a grouped product.
     "router": "D -",
     "router_bias": "-",
+    "router_scale": "-",
+    "expert_scale": "-",
     "choice_bias": "-",
     "shared_gate": "D -",
     "expert_gate_bias": "- F",

@@ -156,8 +156,8 @@ def test_what_no_llama_can_be_is_refused_by_name(read_fields, changes, message):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_reads(read, architecture):
     # Of four layers a hybrid has both kinds.
-    fields = MINIMAL | {"num_hidden_layers": 4, "num_key_value_heads": 2}
-    assert read(architecture, num_hidden_layers=4, text_config=fields).vocab_size == 96
+    fields = {"num_hidden_layers": 4, "num_key_value_heads": 2, "hidden_size_per_layer_input": 0}
+    assert read(architecture, **fields, text_config=MINIMAL | fields).vocab_size == 96
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,52 @@ def test_gemmas_layers_alternate(read, architecture, changes, windows, thetas):
     assert (config.tie_word_embeddings, layers[0].post_norms) == (True, True)
 
 
+GEMMA4 = {"num_hidden_layers": 7, "num_attention_heads": 8, "hidden_size_per_layer_input": 0}
+WIDE = {"head_dim": 16, "num_key_value_heads": 1}
+
+
+def test_gemma_4s_full_layers_have_heads_of_their_own(read):
+    def heads(architecture="Gemma4ForCausalLM", **changes):
+        config = read(architecture, **GEMMA4 | changes)
+        layers = [config.layer_at(i) for i in range(7)]
+        # The last layer always sees everything.
+        assert [layer.sliding_window is None for layer in layers] == [False] * 5 + [True] * 2
+        assert layers[5] == layers[6]
+        assert (layers[0].rope, layers[0].keys_as_values) == (RopeConfig(), False)
+        assert layers[5].rope == RopeConfig(theta=1e6, kind="proportional", share=0.25)
+        shapes = [(layer.num_kv_heads, layer.head_dim) for layer in (layers[0], layers[5])]
+        return *shapes, layers[5].keys_as_values
+
+    # As published, and as transformers writes them from 5.15 on.
+    published = {"head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1}
+    assert heads(attention_k_eq_v=True, **published) == ((2, 8), (1, 16), True)
+    assert heads(**published) == ((2, 8), (2, 16), False)
+    newer = {"per_layer_config": {"5": WIDE, "6": WIDE}, "head_dim": 8}
+    assert heads(attention_k_eq_v=True, **newer) == ((2, 8), (1, 16), True)
+    assert heads("Gemma4UnifiedForCausalLM") == ((2, 256), (2, 512), False)
+
+
 @pytest.mark.parametrize(
     "architecture, changes, message",
     [
+        *(
+            ("Gemma4ForCausalLM", GEMMA4 | changes, message)
+            for changes, message in (
+                ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported"),
+                ({"hidden_size_per_layer_input": 8}, "size_per_layer_input 8 is not supported"),
+                ({"use_bidirectional_attention": "all"}, "_attention 'all' is not supported"),
+                ({"per_layer_config": {"5": WIDE}}, "per_layer_config may change num_key_value"),
+                ({"per_layer_config": {"0": {"head_dim": 4}}}, "alike in all layers of a type"),
+                ({"per_layer_config": {"5": {"skip": 1}, "6": {"skip": 1}}}, "may change num_k"),
+                ({"global_head_dim": 15}, r"head_dim \(15\) must be even"),
+                ({"num_key_value_heads": 3}, r"num_heads \(8\) must be divisible by num_kv"),
+                ({"enable_moe_block": True}, "top_k_experts must be a positive whole number"),
+                (
+                    {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+                    "partial_rotary_factor 0.5 is not supported",
+                ),
+            )
+        ),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive whole nu"),
         ("Glm4MoeForCausalLM", {"n_group": 8}, "n_group 8 is not supported, only 1: experts in g"),
         ("Glm4MoeForCausalLM", {"first_k_dense_replace": -1}, "first_k_dense_replace must be a w"),

@@ -37,6 +37,13 @@ GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
 # Scores are scaled by another number than the heads' width; one layer has a window, one has none.
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 GEMMA |= {"layer_types": ["full_attention", "sliding_attention"]}
+# Full layers have one wide key head, which makes values too.
+GEMMA4 = {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "sliding_window": WINDOW}
+GEMMA4 |= {"layer_types": ["sliding_attention", *["full_attention"] * 2]}
+GEMMA4 |= {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+GEMMA4_EXPERTS |= {"moe_intermediate_size": 24}
 SMOLLM3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # its own lie beyond SHAPE's
 # Two delta nets, attention, and a delta net again; keys and values have other sizes than heads.
 HYBRID = {"num_hidden_layers": 4, "head_dim": 16, "pad_token_id": 0, "linear_num_key_heads": 2}
@@ -103,6 +110,11 @@ FAMILIES = {
     "gemma3 with images, a window longer than the text": Family(
         "Gemma3Text", GEMMA | {"sliding_window": 100}, "multimodal"
     ),
+    "gemma4, wider heads and a short window": Family("Gemma4Text", GEMMA4),
+    "gemma4, values of their own": Family("Gemma4Text", GEMMA4 | {"attention_k_eq_v": False}),
+    "gemma4, experts next to the MLP": Family("Gemma4Text", GEMMA4 | GEMMA4_EXPERTS),
+    "gemma4 with images": Family("Gemma4Text", GEMMA4 | GEMMA4_EXPERTS, "with towers"),
+    "gemma4 unified": Family("Gemma4UnifiedText", GEMMA4),
     "smollm3, a layer that does not rotate": Family(
         "SmolLM3", SMOLLM3 | {"no_rope_layer_interval": 2}
     ),
@@ -288,6 +300,26 @@ def repack_with_images(model, folder) -> Logits:
     return functools.partial(torch_logits, whole)
 
 
+def repack_with_towers(model, folder) -> Logits:
+    """Gemma 4: the text is a part of the model that is published."""
+    import torch
+    import transformers
+
+    text = model.config.to_dict()
+    vision = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    vision |= {"position_embedding_size": 16}
+    config = transformers.Gemma4Config(text_config=text, vision_config=vision)
+    whole = transformers.Gemma4ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        found = whole.model.language_model.load_state_dict(model.model.state_dict())
+    assert not found.missing_keys
+    for path in folder.iterdir():
+        path.unlink()
+    whole.save_pretrained(folder)
+    return functools.partial(torch_logits, whole)
+
+
 def repack_mxfp4(model, folder) -> Logits:
     """gpt-oss as published: experts of four bits, and biases that are not zero."""
     import torch
@@ -330,6 +362,7 @@ def repack_choice(model, folder) -> Logits:
 REPACKS = {"mxfp4": repack_mxfp4, "rotary": repack_rotary, "alibi": repack_alibi}
 REPACKS |= {"normalized": repack_normalized, "multimodal": repack_multimodal}
 REPACKS |= {"with images": repack_with_images, "choice": repack_choice}
+REPACKS |= {"with towers": repack_with_towers}
 
 
 def test_baichuan_2_stores_rows_of_any_length(make):

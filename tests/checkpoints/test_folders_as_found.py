@@ -238,7 +238,7 @@ ROPES = (
     "family",
     [
         *("Llama", "Mistral", "Qwen2", "Qwen3", "BaiChuan", "Baichuan", "Mixtral", "Qwen3Moe"),
-        *("GptOss", "Phi3", "Gemma2", "Gemma3"),
+        *("GptOss", "Phi3", "Gemma2", "Gemma3", "Gemma4"),
     ],
 )
 def test_odd_values_of_any_field_are_read_or_refused_in_one_line(tmp_path, family):

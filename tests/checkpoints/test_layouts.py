@@ -311,7 +311,7 @@ NOT_WRITTEN = [
     ("eagle3", {}, {}, r"reads layer_1, layer_1, pre_norm, but readers of the"),
     ("dflash2", {"draft_to_target": (0, 5)}, {}, "over 2 of the base's 96 tokens"),
     ("dflash2", {"features": ("layer_0", "pre_norm")}, {}, "reads layer_0 of its base"),
-    ("dflash2", {}, {"rope": RopeConfig(share=0.5)}, "this head has a rotation of Phi's kind"),
+    ("dflash2", {}, {"rope": RopeConfig(share=0.5)}, "this head has a rotation of Phi's"),
 ]
 
 

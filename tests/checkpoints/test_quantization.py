@@ -114,9 +114,10 @@ def test_speculation_writes_what_the_rounded_base_writes():
     assert texts(widened(base), None, None, TreeConfig.root_only()) == plain_texts(True)
 
 
-@pytest.mark.parametrize(
-    "family", ["delta nets", pytest.param("sigmoid router", marks=pytest.mark.slow)]
-)
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma 4", "sigmoid router")]
+
+
+@pytest.mark.parametrize("family", ["delta nets", *SLOW])
 def test_other_layers_write_what_their_rounded_matrices_stand_for(family):
     config = dataclasses.replace(TINY, num_layers=2, **FAMILIES[family][0])
     base = quantize_base(random_base(config), ("base",))

@@ -33,6 +33,11 @@ GEMMA |= {"tie_word_embeddings": True}
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "dense_layers": (0,)}
 GPT_OSS = EXPERTS | {"sliding_window": 3, "full_attention_layers": (1,), "activation": "clamped"}
 GPT_OSS |= dict.fromkeys(("sinks", "expert_bias", "qkv_bias", "output_bias"), True)
+# Below, heads that are narrower and more; experts next to the MLP.
+GEMMA4 = GEMMA | EXPERTS | {"num_kv_heads": 1, "head_dim": 16, "dense_layers": ()}
+GEMMA4 |= {"local_kv_heads": 2, "local_head_dim": 8, "full_attention_layers": (1,)}
+GEMMA4 |= {"rope": RopeConfig(kind="proportional", share=0.25), "score_cap": None}
+GEMMA4 |= dict.fromkeys(("value_norm", "keys_as_values", "scaled_output", "parallel_mlp"), True)
 # A delta net below gated attention, as Qwen3-Next alternates them.
 HYBRID = EXPERTS | {"delta": DeltaConfig(2, 4, 8, 4, 4), "full_attention_layers": (1,)}
 HYBRID |= {"shared_expert_size": 16, "rope": RopeConfig(share=0.5)}
@@ -43,6 +48,7 @@ GLM = EXPERTS | {"router": "sigmoid", "routed_scale": 2.5, "shared_expert_size":
 GLM |= {"shared_gate": False, "rope": RopeConfig(share=0.5), "qkv_bias": True}
 FAMILIES = {
     "gemma": (GEMMA, SMALL_TREE),
+    "gemma 4": (GEMMA4, SMALL_TREE),
     "experts": (EXPERTS, parse_tree("dynamic:5:3:2")),
     "sinks and biased experts": (GPT_OSS, SMALL_TREE),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),

@@ -260,7 +260,8 @@ def test_texts_are_distributed_as_plain_sampling(drafter, tree, draft_sampling, 
 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8}
-# Experts and caps; a delta net below gated attention; norms after branches and a sigmoid router.
+# Experts and caps; a delta net below gated attention; norms after branches and a sigmoid router;
+# heads of two widths, of which the wider ones' keys are values.
 UNLIKE = {
     "experts and caps": EXPERTS | {"logit_cap": 2.0, "score_cap": 1.0},
     "delta nets": {
@@ -276,6 +277,16 @@ UNLIKE = {
         "post_norms": True,
         "joint_head_norm": True,
         "router": "sigmoid",
+    },
+    "heads of two widths": {
+        **EXPERTS,
+        "num_layers": 2,
+        "sliding_window": 3,
+        "full_attention_layers": (1,),
+        "local_kv_heads": 2,
+        "local_head_dim": 4,
+        "post_norms": True,
+        **dict.fromkeys(("keys_as_values", "value_norm", "scaled_output", "parallel_mlp"), True),
     },
 }
 

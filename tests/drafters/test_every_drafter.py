@@ -37,7 +37,7 @@ from clover_jax.training.step import (
     make_train_step,
 )
 from clover_jax.training.teacher import teach
-from tests.decoding.test_greedy_equality import EXPERTS, GEMMA, GLM, GPT_OSS, HYBRID, OLMO
+from tests.decoding.test_greedy_equality import EXPERTS, GEMMA, GEMMA4, GLM, GPT_OSS, HYBRID, OLMO
 from tests.tiny_folders import save_draft
 from tests.tiny_models import (
     DRAFTERS,
@@ -236,12 +236,19 @@ def shape(hidden_size, num_heads, num_kv_heads, head_dim, **more):
     return {**more, **widths, "num_kv_heads": num_kv_heads, "num_layers": 3}
 
 
+# Layers with a window have narrower heads, and more of them that make keys.
+WIDER = {name: value for name, value in GEMMA4.items() if name not in ("num_kv_heads", "head_dim")}
+WIDER |= {"full_attention_layers": (2,)}
+
+
 # A sixteenth of the published widths or less: what heads must cope with are the ratios of width,
 # head_dim and heads, and what the family's layers have beside Llama's.
 PUBLISHED = {
     "Gemma 3 270M": shape(40, 4, 1, 16, **GEMMA | {"logit_cap": None, "score_cap": None}),
     "Gemma 3 1B": shape(72, 4, 1, 16, **GEMMA | {"logit_cap": None, "score_cap": None}),
     "Gemma 2 9B": shape(56, 8, 4, 4, **GEMMA),
+    "Gemma 4 26B-A4B": shape(44, 4, 1, 16, **WIDER),
+    "Gemma 4 31B": shape(84, 8, 1, 16, **WIDER | {"num_experts": 0, "experts_per_token": 0}),
     "Qwen3 0.6B": shape(64, 16, 8, 8, query_key_norm=True, tie_word_embeddings=True),
     "Qwen3 4B": shape(40, 8, 2, 8, query_key_norm=True, tie_word_embeddings=True),
     "Llama 3.2 1B": shape(64, 16, 4, 4, tie_word_embeddings=True),
@@ -257,9 +264,9 @@ PUBLISHED = {
         64, 8, 1, 16, **HYBRID | {"dense_layers": (), "full_attention_layers": (2,)}
     ),
 }
-# Few key heads, windows and embedding scales; sinks and experts; layers without rotation; states;
-# layers without norms before their branches.
-UNLIKE = ("Gemma 3 270M", "gpt-oss", "SmolLM3 3B", "Qwen3-Next", "OLMo 3 7B")
+# Few key heads, windows and embedding scales; heads of two widths; sinks and experts; layers
+# without rotation; states; layers without norms before their branches.
+UNLIKE = ("Gemma 3 270M", "Gemma 4 26B-A4B", "gpt-oss", "SmolLM3 3B", "Qwen3-Next", "OLMo 3 7B")
 # What a head reads of a base, and what a layer of it is, are apart: a second head with one family.
 USUAL_PAIRS = {*(("clover2", family) for family in UNLIKE), ("clover_lr", "Qwen3-Next")}
 

@@ -1,0 +1,203 @@
+"""Gemma 4: layers that see everything have fewer and wider heads than the layers with a window.
+
+Those layers rotate a share of their pairs, and one matrix makes their keys and values. Queries,
+keys and values are normed, scores are not scaled, a number multiplies what leaves a layer, and
+norms are stored as they are, unlike Gemma 3's. Experts, if any, are next to the MLP. Of models for
+images and sound the text is read.
+
+transformers before 5.15 writes the heads of those layers to `global_head_dim` and
+`num_global_key_value_heads`, later versions to `per_layer_config`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from clover_jax.checkpoints.expert_tensors import with_experts
+from clover_jax.checkpoints.llama_config import (
+    FULL,
+    SLIDING,
+    check_count,
+    parse_llama_config,
+    parse_rope,
+    positive,
+    read_full_layers,
+    read_window,
+    refuse_share,
+)
+from clover_jax.checkpoints.llama_kin import text_fields, with_images
+from clover_jax.checkpoints.llama_tensors import Family, base_leaves, norm_leaf
+from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+
+# Defaults of transformers' configs for absent fields.
+DEFAULTS: dict[str, Any] = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "sliding_window": 512,
+    "hidden_size_per_layer_input": 256,
+}
+# Of the 12B model, which reads images and sound without towers of their own.
+UNIFIED_DEFAULTS = DEFAULTS | {
+    "max_position_embeddings": 262_144,
+    "sliding_window": 1024,
+    "hidden_size_per_layer_input": None,
+}
+ROTATIONS: dict[str, dict[str, Any]] = {
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
+HEADS = ("num_key_value_heads", "head_dim")  # fields that layers may differ in
+
+
+def parse_gemma4_config(
+    values: dict[str, Any], path: Path, defaults: dict[str, Any] = DEFAULTS
+) -> BaseConfig:
+    """Turn the fields of a Gemma 4 text config into ours: every sixth layer sees everything."""
+    values = defaults | values
+    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if values.get(name):
+            raise UserError(f"{path}: {name} {values[name]!r} is not supported")
+    # Text is causal, whatever tokens of an image see.
+    if values.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise UserError(
+            f"{path}: use_bidirectional_attention {values['use_bidirectional_attention']!r} is not "
+            "supported: text is causal"
+        )
+    check_count(values, "num_hidden_layers", path)
+    last = values["num_hidden_layers"] - 1
+    full = {*read_full_layers(values, range(5, last, 6), path), last}  # as transformers reads it
+    (local_kv_heads, local_head_dim), heads = _read_heads(values, full, path)
+
+    rotations = ROTATIONS | (values.get("rope_parameters") or {})
+    llama = {"rope_parameters": rotations[FULL], "hidden_act": values["hidden_activation"]}
+    llama |= dict(zip(HEADS, heads, strict=True)) | {"mlp_bias": False}
+    config = parse_llama_config(values | llama, path)
+    local_rope = parse_rope({"rope_parameters": rotations[SLIDING]}, path)
+    refuse_share(local_rope, path)
+
+    cap = values.get("final_logit_softcapping")
+    config = dataclasses.replace(
+        config,
+        embedding_scale=config.hidden_size**0.5,
+        score_scale=1.0,
+        logit_cap=cap and float(positive(values, "final_logit_softcapping", cap, path)),
+        query_key_norm=True,
+        value_norm=True,
+        keys_as_values=bool(values.get("attention_k_eq_v")),
+        post_norms=True,
+        scaled_output=True,
+        sliding_window=read_window(values, path),
+        full_attention_layers=tuple(sorted(full)),
+        local_rope=local_rope,
+        local_kv_heads=local_kv_heads,
+        local_head_dim=local_head_dim,
+    )
+    try:
+        config.layer_at(0)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+    if not values.get("enable_moe_block"):
+        return config
+    for name in ("top_k_experts", "moe_intermediate_size"):
+        check_count(values, name, path)
+    values["num_experts_per_tok"] = values["top_k_experts"]
+    size = values["moe_intermediate_size"]
+    return with_experts(config, values, path, "num_experts", size, parallel_mlp=True)
+
+
+def _read_heads(
+    values: dict[str, Any], full: set[int], path: Path
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (key heads, head_dim) of the layers with a window, and of those that see everything.
+
+    Raises UserError for layers of one kind that differ.
+    """
+    wide = {"head_dim": values.get("global_head_dim")}
+    if values.get("attention_k_eq_v"):
+        wide["num_key_value_heads"] = values.get("num_global_key_value_heads")
+    wide = {name: value for name, value in wide.items() if value is not None}
+    changes = values.get("per_layer_config")
+    if changes is None:
+        changes = {str(index): wide for index in full}
+
+    usual, found = {name: values[name] for name in HEADS}, []
+    for is_full in (False, True):
+        indices = [i for i in range(values["num_hidden_layers"]) if (i in full) == is_full]
+        kinds = [usual | changes.get(str(index), {}) for index in indices]
+        if any(kind != kinds[0] or len(kind) > len(HEADS) for kind in kinds):
+            raise UserError(
+                f"{path}: per_layer_config may change {' and '.join(HEADS)} only, alike in all "
+                "layers of a type"
+            )
+        found.append(kinds[0] if kinds else usual)
+        for name in HEADS:
+            check_count(found[-1], name, path)
+    local, wide = (tuple(kind[name] for name in HEADS) for kind in found)
+    return local, wide
+
+
+def parse_unified_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of the 12B model's text config into ours."""
+    return parse_gemma4_config(values, path, UNIFIED_DEFAULTS)
+
+
+def _of_text(parse: Any, values: dict[str, Any], path: Path) -> BaseConfig:
+    return parse(text_fields(values, path), path)
+
+
+def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return Llama's leaves, with experts next to the MLP, whose gate and up are one tensor."""
+    leaves = base_leaves(config)
+    width, inner, number = config.hidden_size, config.expert_size, config.num_experts
+    for index in range(config.num_layers if number else 0):
+        path, prefix = (f"layers_{index}", "experts"), f"model.layers.{index}."
+        for side, ours in enumerate(("expert_gate", "expert_up")):
+            part = (slice(None), slice(side * inner, (side + 1) * inner))
+            stored = (number, 2 * inner, width), (number, inner, width), (0, 2, 1)
+            piece = Piece(f"{prefix}experts.gate_up_proj", *stored, part=part)
+            leaves.append(Leaf((*path, ours), (number, width, inner), (piece,)))
+        shape = (number, width, inner)
+        down = Piece(f"{prefix}experts.down_proj", shape, shape, (0, 2, 1))
+        router = f"{prefix}router"
+        leaves += [
+            Leaf((*path, "expert_down"), (number, inner, width), (down,)),
+            transposed((*path, "router"), f"{router}.proj.weight", (width, number)),
+            whole((*path, "router_scale"), f"{router}.scale", (width,)),
+            whole((*path, "expert_scale"), f"{router}.per_expert_scale", (number,)),
+        ]
+        names = {"experts_norm": "pre_feedforward_layernorm_2"}
+        names |= {"dense_post_norm": "post_feedforward_layernorm_1"}
+        names |= {"experts_post_norm": "post_feedforward_layernorm_2"}
+        leaves += [
+            norm_leaf((path[0], ours), f"{prefix}{name}", width) for ours, name in names.items()
+        ]
+    return leaves
+
+
+def _text_leaves(config: BaseConfig) -> list[Leaf]:
+    return with_images(gemma4_leaves(config))
+
+
+_OTHERS = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
+GEMMA4 = Family(parse_gemma4_config, gemma4_leaves)
+GEMMA4_UNIFIED = Family(parse_unified_config)
+GEMMA4_WHOLE, GEMMA4_UNIFIED_WHOLE = (
+    Family(functools.partial(_of_text, parse), _text_leaves, ignored=_OTHERS)
+    for parse in (parse_gemma4_config, parse_unified_config)
+)
