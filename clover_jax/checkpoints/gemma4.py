@@ -12,7 +12,6 @@ transformers before 5.15 writes the heads of those layers to `global_head_dim` a
 from __future__ import annotations
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from clover_jax.checkpoints.llama_config import (
     read_window,
     refuse_share,
 )
-from clover_jax.checkpoints.llama_kin import text_fields, with_images
+from clover_jax.checkpoints.llama_kin import beside_images
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves, norm_leaf
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig
@@ -148,17 +147,13 @@ def _read_heads(
         found.append(kinds[0] if kinds else usual)
         for name in HEADS:
             check_count(found[-1], name, path)
-    local, wide = (tuple(kind[name] for name in HEADS) for kind in found)
-    return local, wide
+    local, everywhere = ((kind[HEADS[0]], kind[HEADS[1]]) for kind in found)
+    return local, everywhere
 
 
 def parse_unified_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of the 12B model's text config into ours."""
     return parse_gemma4_config(values, path, UNIFIED_DEFAULTS)
-
-
-def _of_text(parse: Any, values: dict[str, Any], path: Path) -> BaseConfig:
-    return parse(text_fields(values, path), path)
 
 
 def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
@@ -190,14 +185,8 @@ def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
     return leaves
 
 
-def _text_leaves(config: BaseConfig) -> list[Leaf]:
-    return with_images(gemma4_leaves(config))
-
-
 _OTHERS = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
 GEMMA4 = Family(parse_gemma4_config, gemma4_leaves)
 GEMMA4_UNIFIED = Family(parse_unified_config)
-GEMMA4_WHOLE, GEMMA4_UNIFIED_WHOLE = (
-    Family(functools.partial(_of_text, parse), _text_leaves, ignored=_OTHERS)
-    for parse in (parse_gemma4_config, parse_unified_config)
-)
+GEMMA4_WHOLE = beside_images(GEMMA4, _OTHERS)
+GEMMA4_UNIFIED_WHOLE = beside_images(GEMMA4_UNIFIED, _OTHERS)
