@@ -151,17 +151,14 @@ def _read_heads(
     return local, everywhere
 
 
-def parse_unified_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of the 12B model's text config into ours."""
-    return parse_gemma4_config(values, path, UNIFIED_DEFAULTS)
-
-
 def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
     """Return Llama's leaves, with experts next to the MLP, whose gate and up are one tensor."""
     leaves = base_leaves(config)
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
     for index in range(config.num_layers if number else 0):
         path, prefix = (f"layers_{index}", "experts"), f"model.layers.{index}."
+
+        # The experts' matrices, then their router and its scales.
         for side, ours in enumerate(("expert_gate", "expert_up")):
             part = (slice(None), slice(side * inner, (side + 1) * inner))
             stored = (number, 2 * inner, width), (number, inner, width), (0, 2, 1)
@@ -176,6 +173,8 @@ def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
             whole((*path, "router_scale"), f"{router}.scale", (width,)),
             whole((*path, "expert_scale"), f"{router}.per_expert_scale", (number,)),
         ]
+
+        # Experts and MLP have norms of their own; what both add together has the usual one.
         names = {"experts_norm": "pre_feedforward_layernorm_2"}
         names |= {"dense_post_norm": "post_feedforward_layernorm_1"}
         names |= {"experts_post_norm": "post_feedforward_layernorm_2"}
@@ -187,6 +186,7 @@ def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
 
 _OTHERS = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
 GEMMA4 = Family(parse_gemma4_config, gemma4_leaves)
-GEMMA4_UNIFIED = Family(parse_unified_config)
+# The 12B model, whose config has other defaults.
+GEMMA4_UNIFIED = Family(lambda values, path: parse_gemma4_config(values, path, UNIFIED_DEFAULTS))
 GEMMA4_WHOLE = beside_images(GEMMA4, _OTHERS)
 GEMMA4_UNIFIED_WHOLE = beside_images(GEMMA4_UNIFIED, _OTHERS)

@@ -67,6 +67,7 @@ def _qwen3_5(value_heads: int) -> dict[str, Any]:
 
 
 def _gemma4(width: int, local_kv_heads: int) -> dict[str, Any]:
+    # Layers without a window have heads of 512; those with one have their own below.
     return {
         "head_dim": 512,
         "rms_norm_eps": 1e-6,
