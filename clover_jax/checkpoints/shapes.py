@@ -77,9 +77,9 @@ def _gemma4(width: int, local_kv_heads: int) -> dict[str, Any]:
         **dict.fromkeys(("query_key_norm", "value_norm", "keys_as_values"), True),
         "sliding_window": 1024,
         "score_scale": 1.0,
-        "post_norms": True,
-        "scaled_output": True,
+        **dict.fromkeys(("post_norms", "scaled_output"), True),
         "activation": "gelu",
+        # A layer of six sees everything.
         "full_attention_layers": tuple(range(5, 60, 6)),
         "local_rope": RopeConfig(),
         "local_kv_heads": local_kv_heads,

@@ -228,8 +228,13 @@ class Adapter:
         """
         # Full but for what waits: else the first texts would be learnt again and again.
         texts, size = self.state.texts, len(self.state.tokens)
-        if texts < size or not self._is_due:
+        if self._every is None:
+            is_due = self.spent + self._last <= BUDGET * self.decoded
+        else:
+            is_due = self.state.forwards >= self._every
+        if texts < size or not is_due:
             return None
+
         began = now()
         waiting = np.arange(texts - self._rows, texts) % size
         if self.state.steps % JUDGED_EVERY == JUDGED_EVERY - 1:
@@ -248,12 +253,6 @@ class Adapter:
         self._last = now() - began
         self.spent += self._last
         return self.params
-
-    @property
-    def _is_due(self) -> bool:
-        if self._every is not None:
-            return self.state.forwards >= self._every
-        return self.spent + self._last <= BUDGET * self.decoded
 
     def _batch(self, rows: np.ndarray) -> Batch:
         kind = self.state.kind[rows]
