@@ -43,6 +43,31 @@ def streamed(client, body):
         return events_of(response)
 
 
+def said(choices):
+    """Return the text of choices or of pieces, and the names and arguments of their calls."""
+    told = []
+    for choice in choices:
+        told.append(text_of(choice))
+        for call in (choice.get("message") or choice.get("delta") or {}).get("tool_calls") or ():
+            told += call["function"].get("name", ""), call["function"]["arguments"]
+    return "".join(told)
+
+
+WAYS = ["whole", "stream", "stream", "whole", "leave"]  # a fifth goes away in the middle
+
+
+def ask(client, body, way):
+    """Return what is said to a client that asks in one of WAYS; None where it goes away."""
+    if way == "whole":
+        return said(whole(client, body)["choices"])
+    if way == "stream":
+        return said(choice for chunk in streamed(client, body) for choice in chunk["choices"])
+    body = body | {"stream": True}
+    with client.stream("POST", path_of(body), json=body) as response:
+        next(response.iter_lines())
+    return None
+
+
 def refused(response, status, param=None):
     """Return the message of a refusal, which must be in OpenAI's form."""
     assert response.status_code == status, response.text

@@ -77,6 +77,16 @@ KINDS = [
         "skip_special_tokens": False,
     },
 ]
+POINT = {
+    "type": "object",
+    "properties": {
+        "x": {"type": "integer", "minimum": 0, "maximum": 99},
+        "kind": {"enum": ["a", "b"]},
+    },
+    "additionalProperties": False,
+    "required": ["x", "kind"],
+}
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": POINT}} for name in "fg"]
 CONVERSATION = {"turns": ["def area(", "Go on.", "And?"], "max_new_tokens": 24, "temperature": 0}
 
 
@@ -92,7 +102,7 @@ def path_of(body):
 
 def events_of(response):
     """Return the values of server-sent events; the last one must be the word that ends them."""
-    lines = [line for line in response.iter_lines() if line]
+    lines = [line for line in response.iter_lines() if line and line[0] != ":"]
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

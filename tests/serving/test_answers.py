@@ -14,7 +14,16 @@ from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 from tests.serving.asking import GREEDY, refused, streamed, text, whole
-from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, text_of
+from tests.serving.conftest import (
+    AREA,
+    CLOSE,
+    CONVERSATION,
+    KINDS,
+    MESSAGES,
+    POINT,
+    TOOLS,
+    text_of,
+)
 from tests.tiny_tokenizers import save_byte_fallback
 
 
@@ -54,15 +63,6 @@ def test_every_kind_streams_its_whole_answer(client, alone):
         assert all(chunk["usage"] is None for chunk in chunks)
         assert last["choices"] == []
         assert last["usage"]["completion_tokens"] == len(row["output_ids"])
-
-
-CLOSED = {"additionalProperties": False, "required": ["x", "kind"]}
-POINT = {
-    "type": "object",
-    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
-} | CLOSED
-POINT["properties"]["kind"] = {"enum": ["a", "b"]}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": POINT}} for name in "fg"]
 
 
 def test_an_answer_matches_what_its_request_asks_for(server, client):

@@ -4,33 +4,21 @@ import concurrent.futures
 import random
 import types
 
-import pytest
-
 from clover_jax.serving.scheduler import Updates
-from tests.serving.asking import GREEDY, endless, refused, streamed, text, unread
-from tests.serving.conftest import AREA, KINDS, path_of, text_of
+from tests.serving.asking import GREEDY, WAYS, ask, endless, refused, streamed, text, unread
+from tests.serving.conftest import AREA, KINDS
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(2000, marks=pytest.mark.slow)])
-def test_many_clients_at_once_get_the_texts_that_each_would_get_alone(server, alone, count):
+def test_many_clients_at_once_get_the_texts_that_each_would_get_alone(server, alone):
     orders = random.Random(0)
-    ways = ["whole", "stream", "stream", "whole", "leave"]  # a fifth goes away in the middle
-    asked = [(orders.randrange(len(KINDS)), orders.choice(ways)) for _ in range(count)]
+    asked = [(orders.randrange(len(KINDS)), orders.choice(WAYS)) for _ in range(24)]
 
-    def ask(kind, way):
+    def get(kind, way):
         with server.client() as client:
-            if way == "whole":
-                return text(client, KINDS[kind])
-            if way == "stream":
-                chunks = streamed(client, KINDS[kind])
-                return "".join(text_of(chunk["choices"][0]) for chunk in chunks)
-            body = KINDS[kind] | {"stream": True}
-            with client.stream("POST", path_of(body), json=body) as response:
-                next(response.iter_lines())
-            return None
+            return ask(client, KINDS[kind], way)
 
     with concurrent.futures.ThreadPoolExecutor(16) as threads:
-        texts = list(threads.map(ask, *zip(*asked, strict=True)))
+        texts = list(threads.map(get, *zip(*asked, strict=True)))
     assert texts == [None if way == "leave" else alone[kind]["text"] for kind, way in asked]
     assert server.becomes("num_requests_running", 0)
 

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -18,7 +19,8 @@ import pytest
 from clover_jax.serving.scheduler import IDLE_SECONDS
 from tests.conftest import PYTHON, REPOSITORY, run_program
 from tests.killed_processes import LAUNCH
-from tests.serving.conftest import events_of, text_of
+from tests.serving.asking import WAYS, ask
+from tests.serving.conftest import KINDS, MESSAGES, POINT, TEMPLATE, TOOLS, events_of, text_of
 
 pytestmark = pytest.mark.slow
 
@@ -110,6 +112,43 @@ def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     num_answered = 2 + sum(answer.status_code == 200 for answer in answers)
     assert (report["answers"], report["tokens"]) == (num_answered, 200 * num_answered)
     assert report["tau"] > 1
+
+
+def test_mixed_requests_of_64_clients_get_the_texts_that_each_would_get_alone(tmp_path):
+    """2 000 requests: text, calls, forms, penalties; whole, streamed, or left in the middle."""
+    (tmp_path / "template").write_text(TEMPLATE)
+    point = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT}}
+    chat = {"messages": MESSAGES, "temperature": 1, "max_tokens": 250, "seed": 4}
+    penalties = {"repetition_penalty": 1.2, "presence_penalty": 0.5}
+    kinds = [
+        *KINDS,
+        chat | {"tools": TOOLS, "tool_choice": "required"},
+        chat | {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        chat | {"tools": TOOLS, "max_tokens": 24},
+        chat | {"response_format": point, "temperature": 0},
+        chat | {"response_format": point, "top_p": 0.9} | penalties,
+        chat | {"response_format": {"type": "json_object"}, "max_tokens": 60, "logprobs": True},
+        chat | {"guided_choice": ["left", "right"], "min_p": 0.01},
+    ]
+    orders = random.Random(0)
+    asked = [(orders.randrange(len(kinds)), orders.choice(WAYS)) for _ in range(2000)]
+    flags = f"--chat_template={tmp_path / 'template'}", "--batch_size=16", "--max_model_len=512"
+    with serving(*flags) as (started, url), httpx2.Client(base_url=url, timeout=600) as client:
+        alone = [ask(client, body, "whole") for body in kinds]
+
+        def get(kind, way):
+            with httpx2.Client(base_url=url, timeout=600) as other:
+                return ask(other, kinds[kind], way)
+
+        with concurrent.futures.ThreadPoolExecutor(64) as threads:
+            texts = list(threads.map(get, *zip(*asked, strict=True)))
+        assert texts == [None if way == "leave" else alone[kind] for kind, way in asked]
+        started.send_signal(signal.SIGTERM)
+        out, errors = started.communicate(timeout=60)
+    assert (started.returncode, "Traceback" in errors) == (0, False), errors
+    # Some have their answer before they leave.
+    num_answered = len(kinds) + len(texts) - texts.count(None)
+    assert num_answered <= json.loads(out.splitlines()[-1])["answers"] <= len(kinds) + len(texts)
 
 
 def texts(url):
