@@ -48,6 +48,7 @@ _OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_
     *("original_max_position_embeddings", "sliding_window_pattern", "head_dim", "pretraining_tp"),
     *("torch_dtype", "quantization_config", "auto_map", "tokenizer_class"),
     *("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
+    *("bos_token_id", "eos_token_id"),
 }
 # Objects that describe the rotation, the one that wins first, and what they may hold.
 _ROPES = ("rope_scaling", "rope_parameters")

@@ -32,6 +32,7 @@ from clover_jax.checkpoints.llama_tensors import Family, base_leaves, norm_leaf
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 # Defaults of transformers' configs for absent fields.
 DEFAULTS: dict[str, Any] = {
@@ -81,21 +82,27 @@ def parse_gemma4_config(
     check_count(values, "num_hidden_layers", path)
     last = values["num_hidden_layers"] - 1
     full = {*read_full_layers(values, range(5, last, 6), path), last}  # as transformers reads it
+    if values.get("layer_types") and values["layer_types"][last] == SLIDING:
+        say(f"{path}: the last layer is read as {FULL}, as transformers does, not as {SLIDING}")
     (local_kv_heads, local_head_dim), heads = _read_heads(values, full, path)
 
-    rotations = ROTATIONS | (values.get("rope_parameters") or {})
-    llama = {"rope_parameters": rotations[FULL], "hidden_act": values["hidden_activation"]}
-    llama |= dict(zip(HEADS, heads, strict=True)) | {"mlp_bias": False}
+    # One rotation for each type of layer; transformers reads the older name first.
+    given = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if given and not given.keys() & ROTATIONS.keys():
+        raise UserError(f"{path}: rope_parameters must name {' and '.join(ROTATIONS)}")
+    rotations = ROTATIONS | {name: fields for name, fields in given.items() if fields}
+    llama = {"rope_scaling": None, "rope_parameters": rotations[FULL], "mlp_bias": False}
+    llama |= {"hidden_act": values["hidden_activation"]} | dict(zip(HEADS, heads, strict=True))
     config = parse_llama_config(values | llama, path)
     local_rope = parse_rope({"rope_parameters": rotations[SLIDING]}, path)
     refuse_share(local_rope, path)
 
-    cap = values.get("final_logit_softcapping")
+    cap = "final_logit_softcapping"
     config = dataclasses.replace(
         config,
         embedding_scale=config.hidden_size**0.5,
         score_scale=1.0,
-        logit_cap=cap and float(positive(values, "final_logit_softcapping", cap, path)),
+        logit_cap=None if values.get(cap) is None else float(positive(values, cap, 0.0, path)),
         query_key_norm=True,
         value_norm=True,
         keys_as_values=bool(values.get("attention_k_eq_v")),
@@ -135,9 +142,17 @@ def _read_heads(
     if changes is None:
         changes = {str(index): wide for index in full}
 
+    layers = range(values["num_hidden_layers"])
+    are_objects = all(isinstance(fields, dict) for fields in changes.values())
+    if not are_objects or not changes.keys() <= set(map(str, layers)):
+        raise UserError(
+            f'{path}: per_layer_config must have an object for each of some layers, "0" to '
+            f'"{layers[-1]}"'
+        )
+
     usual, found = {name: values[name] for name in HEADS}, []
     for is_full in (False, True):
-        indices = [i for i in range(values["num_hidden_layers"]) if (i in full) == is_full]
+        indices = [index for index in layers if (index in full) == is_full]
         kinds = [usual | changes.get(str(index), {}) for index in indices]
         if any(kind != kinds[0] or len(kind) > len(HEADS) for kind in kinds):
             raise UserError(

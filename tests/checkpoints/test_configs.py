@@ -258,6 +258,21 @@ def test_gemma_4s_full_layers_have_heads_of_their_own(read):
     assert heads("Gemma4UnifiedForCausalLM") == ((2, 256), (2, 512), False)
 
 
+def test_a_last_layer_of_gemma_4_that_is_listed_with_a_window_is_told_about(read, capsys):
+    config = read("Gemma4ForCausalLM", **GEMMA4, layer_types=["sliding_attention"] * 7)
+    assert config.full_attention_layers == (6,)
+    assert "the last layer is read as full_attention" in capsys.readouterr().err
+
+
+def test_end_ids_next_to_gemma_4s_text_are_read_without_a_word(read_fields, capsys):
+    text = MINIMAL | GEMMA4 | {"model_type": "gemma4_text", "num_key_value_heads": 2}
+    outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
+    outer |= dict.fromkeys(MINIMAL.keys() - outer, ...) | {"eos_token_id": [1, 50]}
+    config = read_fields(**outer, text_config=text)
+    assert config.eos_token_ids == (1, 50)
+    assert "not read" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "architecture, changes, message",
     [
@@ -269,6 +284,11 @@ def test_gemma_4s_full_layers_have_heads_of_their_own(read):
                 ({"use_bidirectional_attention": "all"}, "_attention 'all' is not supported"),
                 ({"per_layer_config": {"5": WIDE}}, "per_layer_config may change num_key_value"),
                 ({"per_layer_config": {"0": {"head_dim": 4}}}, "alike in all layers of a type"),
+                ({"per_layer_config": {"7": WIDE}}, 'layers, "0" to "6"'),
+                ({"per_layer_config": {"5": 1, "6": 1}}, "must have an object for each"),
+                ({"final_logit_softcapping": 0}, "softcapping must be a positive number"),
+                ({"rope_scaling": {"type": "yarn"}}, "rope_parameters must name sliding_attention"),
+                ({"rope_parameters": {"rope_theta": 1e4}}, "must name sliding_attention and full"),
                 ({"per_layer_config": {"5": {"skip": 1}, "6": {"skip": 1}}}, "may change num_k"),
                 ({"global_head_dim": 15}, r"head_dim \(15\) must be even"),
                 ({"num_key_value_heads": 3}, r"num_heads \(8\) must be divisible by num_kv"),
