@@ -170,6 +170,9 @@ class LayerConfig(JsonConfig):
     pre_norms: RMSNorm of the inputs of attention and MLP; False in OLMo 2 and 3.
     post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 to 4).
     scaled_output: the layer's output is multiplied by a learned number (Gemma 4).
+    shares_keys: queries read the keys and values of an earlier layer (Gemma 4 E2B and E4B).
+    token_size: width of an embedding of the token for this layer, which gates a branch behind the
+        MLP; 0 is none (Gemma 4 E2B and E4B).
     sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
     activation: of the MLP's gate: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
@@ -210,6 +213,8 @@ class LayerConfig(JsonConfig):
     pre_norms: bool = True
     post_norms: bool = False
     scaled_output: bool = False
+    shares_keys: bool = False
+    token_size: int = 0
     activation: str = "silu"
     num_experts: int = 0
     experts_per_token: int = 0
@@ -291,6 +296,8 @@ class BaseConfig(LayerConfig):
     dense_layers: indices of the layers that have one MLP where the others have experts.
     local_rope: rotation of the layers with the window; None: as the others (Gemma 3).
     local_kv_heads, local_head_dim: of the layers with the window; None: as the others (Gemma 4).
+    num_sharing_layers: the last layers, which have no keys and values of their own.
+    sharing_size: width of their MLP; None: as the others.
     embedding_scale: factor of the tokens' embeddings (Gemma).
     logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap) (Gemma 2).
     """
@@ -305,6 +312,8 @@ class BaseConfig(LayerConfig):
     local_rope: RopeConfig | None = None
     local_kv_heads: int | None = None
     local_head_dim: int | None = None
+    num_sharing_layers: int = 0
+    sharing_size: int | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     bos_token_id: int | None = None
@@ -334,6 +343,7 @@ class BaseConfig(LayerConfig):
             shared_expert_size=0,
             shared_gate=True,
             parallel_mlp=False,
+            token_size=0,
             delta=None,
             mlp_bias=self.mlp_bias or self.expert_bias,
         )
@@ -350,11 +360,25 @@ class BaseConfig(LayerConfig):
             local = {name: getattr(self, of_local) for name, of_local in names.items()}
             changes |= {name: value for name, value in local.items() if value is not None}
             changes["keys_as_values"] = False  # of the layers that see everything
+        if self.layer_of_keys(index) != index:
+            size = self.sharing_size or self.intermediate_size
+            changes |= {"shares_keys": True, "intermediate_size": size}
         if index in self.unrotated_layers:
             changes["unrotated"] = True
         if index in self.dense_layers:
             changes["num_experts"] = 0
         return dataclasses.replace(self._every_layer, **changes)
+
+    def layer_of_keys(self, index: int) -> int:
+        """Return the layer whose keys and values layer `index` reads: its own, for most.
+
+        Example: of layers w w f w f with a window (w) or full (f) of which the last two share keys,
+        layer 3 reads those of 1 and layer 4 those of 2.
+        """
+        with_keys, full = self.num_layers - self.num_sharing_layers, self.full_attention_layers
+        if index < with_keys:
+            return index
+        return max(i for i in range(with_keys) if (i in full) == (index in full))
 
     @property
     def _every_layer(self) -> LayerConfig:

@@ -2,8 +2,9 @@
 
 Those layers rotate a share of their pairs, and one matrix makes their keys and values. Queries,
 keys and values are normed, scores are not scaled, a number multiplies what leaves a layer, and
-norms are stored as they are, unlike Gemma 3's. Experts, if any, are next to the MLP. Of models for
-images and sound the text is read.
+norms are stored as they are, unlike Gemma 3's. Experts, if any, are next to the MLP. The last
+layers of E2B and E4B read the keys and values of earlier ones, and every layer of theirs has an
+embedding of each token. Of models for images and sound the text is read.
 
 transformers before 5.15 writes the heads of those layers to `global_head_dim` and
 `num_global_key_value_heads`, later versions to `per_layer_config`.
@@ -51,6 +52,8 @@ DEFAULTS: dict[str, Any] = {
     "eos_token_id": 1,
     "sliding_window": 512,
     "hidden_size_per_layer_input": 256,
+    "vocab_size_per_layer_input": 262_144,
+    "num_kv_shared_layers": 0,
 }
 # Of the 12B model, which reads images and sound without towers of their own.
 UNIFIED_DEFAULTS = DEFAULTS | {
@@ -70,9 +73,6 @@ def parse_gemma4_config(
 ) -> BaseConfig:
     """Turn the fields of a Gemma 4 text config into ours: every sixth layer sees everything."""
     values = defaults | values
-    for name in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
-        if values.get(name):
-            raise UserError(f"{path}: {name} {values[name]!r} is not supported")
     # Text is causal, whatever tokens of an image see.
     if values.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise UserError(
@@ -85,6 +85,15 @@ def parse_gemma4_config(
     if values.get("layer_types") and values["layer_types"][last] == SLIDING:
         say(f"{path}: the last layer is read as {FULL}, as transformers does, not as {SLIDING}")
     (local_kv_heads, local_head_dim), heads = _read_heads(values, full, path)
+    sharing, token_size = _read_sharing(values, full, path), 0
+    if values["hidden_size_per_layer_input"]:
+        check_count(values, "hidden_size_per_layer_input", path)
+        token_size = values["hidden_size_per_layer_input"]
+        if values["vocab_size_per_layer_input"] != values["vocab_size"]:
+            raise UserError(
+                f"{path}: vocab_size_per_layer_input ({values['vocab_size_per_layer_input']}) must "
+                f"be vocab_size ({values['vocab_size']})"
+            )
 
     # One rotation for each type of layer; transformers reads the older name first.
     given = values.get("rope_scaling") or values.get("rope_parameters") or {}
@@ -113,9 +122,13 @@ def parse_gemma4_config(
         local_rope=local_rope,
         local_kv_heads=local_kv_heads,
         local_head_dim=local_head_dim,
+        num_sharing_layers=sharing,
+        sharing_size=2 * config.intermediate_size if values.get("use_double_wide_mlp") else None,
+        token_size=token_size,
     )
     try:
-        config.layer_at(0)
+        for index in range(config.num_layers):
+            config.layer_at(index)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     if not values.get("enable_moe_block"):
@@ -166,9 +179,24 @@ def _read_heads(
     return local, everywhere
 
 
+def _read_sharing(values: dict[str, Any], full: set[int], path: Path) -> int:
+    """Return the number of last layers without keys; each needs one before them of its type."""
+    count, sharing = values["num_hidden_layers"], values["num_kv_shared_layers"] or 0
+    if type(sharing) is not int or not 0 <= sharing < count:
+        raise UserError(f"{path}: num_kv_shared_layers must be 0 to {count - 1}, not {sharing!r}")
+    with_keys = {index in full for index in range(count - sharing)}
+    if {index in full for index in range(count)} != with_keys:
+        raise UserError(
+            f"{path}: num_kv_shared_layers ({sharing}) leaves a type of layer without keys"
+        )
+    return sharing
+
+
 def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
     """Return Llama's leaves, with experts next to the MLP, whose gate and up are one tensor."""
     leaves = base_leaves(config)
+    if config.token_size:
+        leaves += _token_leaves(config)
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
     for index in range(config.num_layers if number else 0):
         path, prefix = (f"layers_{index}", "experts"), f"model.layers.{index}."
@@ -199,9 +227,38 @@ def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
     return leaves
 
 
-_OTHERS = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*"
-GEMMA4 = Family(parse_gemma4_config, gemma4_leaves)
+def _token_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return the leaves of the embeddings of tokens for each layer, and of what reads them."""
+    width, size = config.hidden_size, config.token_size
+    every = config.num_layers * size
+    table, matrix = "model.embed_tokens_per_layer.weight", "model.per_layer_model_projection.weight"
+
+    # One table has every layer's embedding of a token, one matrix every layer's projection.
+    leaves = [
+        whole(("token_embedding",), table, (config.vocab_size, every)),
+        transposed(("token_projection",), matrix, (width, every)),
+        norm_leaf(("token_norm",), "model.per_layer_projection_norm", size),
+    ]
+
+    for index in range(config.num_layers):
+        path, prefix = f"layers_{index}", f"model.layers.{index}."
+        gate, out = (f"{prefix}per_layer_{name}.weight" for name in ("input_gate", "projection"))
+        leaves += [
+            transposed((path, "token_gate"), gate, (width, size)),
+            transposed((path, "token_out"), out, (size, width)),
+            norm_leaf((path, "token_post_norm"), f"{prefix}post_per_layer_input_norm", width),
+        ]
+    return leaves
+
+
+# Published layers that read the keys of others have unused matrices.
+_UNUSED = r"model\..*layers\.\d+\.self_attn\.(k_proj|v_proj|k_norm)\.weight"
+_OTHERS = r"model\.(vision_tower|audio_tower|embed_vision|embed_audio|vision_embedder)\..*|"
+_OTHERS += _UNUSED
+GEMMA4 = Family(parse_gemma4_config, gemma4_leaves, ignored=_UNUSED)
 # The 12B model, whose config has other defaults.
-GEMMA4_UNIFIED = Family(lambda values, path: parse_gemma4_config(values, path, UNIFIED_DEFAULTS))
+GEMMA4_UNIFIED = dataclasses.replace(
+    GEMMA4, parse=lambda values, path: parse_gemma4_config(values, path, UNIFIED_DEFAULTS)
+)
 GEMMA4_WHOLE = beside_images(GEMMA4, _OTHERS)
 GEMMA4_UNIFIED_WHOLE = beside_images(GEMMA4_UNIFIED, _OTHERS)

@@ -102,8 +102,8 @@ def layer_leaves(
         "k": ((heads, size), queries),
         "v": ((heads, size), queries + 1),
     }
-    if config.keys_as_values:
-        del slots["v"]
+    for letter in "kv" if config.shares_keys else "v" if config.keys_as_values else "":
+        del slots[letter]
     pieces, biases = [], []
     for letter, (split, slot) in slots.items():
         name, rows, axes = f"{prefix}self_attn.{letter}_proj", math.prod(split), range(len(split))
@@ -135,7 +135,7 @@ def layer_leaves(
 
     # Parts that not every family has.
     if config.query_key_norm:  # Qwen3 normalizes each query and each key
-        for name in ("query", "key"):
+        for name in ("query",) if config.shares_keys else ("query", "key"):
             norm = f"{prefix}self_attn.{name[0]}_norm.weight"
             leaves.append(whole((*attention, f"{name}_norm"), norm, (size,)))
     if config.joint_head_norm:  # OLMo normalizes all of them together

@@ -151,7 +151,9 @@ def from_last_layer(
             )
             sides = {"gate_up": 2, "down": 0}
             both = {x: jnp.concatenate([one[x], few[x]], axis) for x, axis in sides.items()}
-            layer = {x: layer[x] for x in layer if x in PLAIN} | {"mlp": both}
+            layer = {**layer, "mlp": both}
+        if layer.keys() - PLAIN:
+            layer = {name: layer[name] for name in layer if name in PLAIN}
         new[f"augmenting_{i}"] = layer
     return new
 

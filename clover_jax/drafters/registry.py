@@ -156,7 +156,7 @@ def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
     # Layers may differ in rotation, heads and experts: the deepest one like the head's layers,
     # which have attention.
     def kind(layer: LayerConfig) -> tuple[Any, ...]:
-        heads = layer.num_kv_heads, layer.head_dim, layer.keys_as_values
+        heads = layer.num_kv_heads, layer.head_dim, layer.keys_as_values, layer.shares_keys
         return layer.rope, layer.unrotated, layer.num_experts, heads
 
     with_attention = [i for i in range(base.num_layers) if base.layer_at(i).delta is None]

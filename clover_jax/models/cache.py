@@ -58,8 +58,13 @@ def init_cache(
 
 
 def init_base_cache(config: BaseConfig, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-    """Return what a base's layers know of no text yet: `init_cache`'s pairs, or states."""
-    layers = [config.layer_at(index) for index in range(config.num_layers)]
+    """Return what a base's layers know of no text yet: `init_cache`'s pairs, or states.
+
+    The last layers, where they read the keys and values of others, have no entry.
+    """
+    layers = [
+        config.layer_at(index) for index in range(config.num_layers - config.num_sharing_layers)
+    ]
     return tuple(
         empty_delta_state(layer.delta, batch, dtype)
         if layer.delta

@@ -23,7 +23,14 @@ from clover_jax.models.cache import Cache, KeyValue
 from clover_jax.models.delta_net import DeltaNet
 from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
-from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
+from clover_jax.models.layers import (
+    GatedMLP,
+    RMSNorm,
+    activate,
+    apply_rope,
+    matrix_init,
+    rms_norm,
+)
 from clover_jax.models.score_rules import ScoreRules, soft_cap
 from clover_jax.models.top_k import argmax
 
@@ -40,8 +47,8 @@ class DecoderOutput(struct.PyTreeNode):
 
     hidden: name -> [B, T, D]: "layer_0" .. (the state entering that layer), "pre_norm" (h,
         before the final norm), "post_norm" (g, after it). Unused ones cost nothing in jit.
-    fresh: per layer, [B, K, T, H] keys and values of these positions, not in the cache, or the
-        `DeltaRows` of a delta net.
+    fresh: per layer with keys of its own, [B, K, T, H] keys and values of these positions, not in
+        the cache, or the `DeltaRows` of a delta net.
     """
 
     hidden: dict[str, Array]
@@ -52,7 +59,7 @@ class SelfAttention(nn.Module):
     """Grouped-query attention; q, k, v fused as [D, K, G + 2, H] so that heads shard on K.
 
     With gates of the output [D, K, 2 G + 2, H]: each query's gate follows it. Where keys serve as
-    values [D, K, G + 1, H].
+    values [D, K, G + 1, H], and without keys of its own [D, K, G, H].
     """
 
     config: LayerConfig
@@ -66,18 +73,20 @@ class SelfAttention(nn.Module):
         cache: KeyValue | None,
         length: Int[Array, " B"] | None,
         attend: Attend = attend,
+        shared: KeyValue | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the attention output and the fresh keys and values.
 
         x: [B, T, D]; more than D columns for a head that reads more than its state.
         mask: None where `attend` decides which fresh positions a query sees.
         attend: may answer for the last positions only; the output is then theirs.
+        shared: the fresh keys and values of the layer whose cache this one reads.
         """
         # One product gives queries, keys and values; heads stay whole on every shard of K.
         cfg = self.config
         width, groups = cfg.hidden_size, cfg.num_groups
         queries = 2 * groups if cfg.output_gate else groups  # each next to its gate
-        columns = queries + (1 if cfg.keys_as_values else 2)
+        columns = queries if cfg.shares_keys else queries + (1 if cfg.keys_as_values else 2)
         heads = (cfg.num_kv_heads, columns, cfg.head_dim)
         qkv = self.param("qkv", matrix_init(x.shape[-1]), (x.shape[-1], *heads))
         init = matrix_init(cfg.num_heads * cfg.head_dim)
@@ -90,18 +99,24 @@ class SelfAttention(nn.Module):
             fused = fused + bias[:, :, None]
 
         # Separate from here on: as one rotated array, a TPU copies the queries next to their keys.
-        query, key, value = fused[:, :, :queries], fused[:, :, queries], fused[:, :, columns - 1]
+        query = fused[:, :, :queries]
+        if shared is None:
+            key, value = fused[:, :, queries], fused[:, :, columns - 1]
+        else:
+            key, value = shared.key, shared.value
         if cfg.output_gate:
             query, gate = query[:, :, ::2], query[:, :, 1::2]
         if cfg.query_key_norm:
-            query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
+            query = self._norm(query, "query_norm")
+            key = self._norm(key, "key_norm") if shared is None else key
         if cfg.joint_head_norm:
             query = self._joint_norm(query, "queries_norm")
             key = self._joint_norm(key, "keys_norm")
-        if cfg.value_norm:
+        if cfg.value_norm and shared is None:
             value = rms_norm(value, jnp.ones((), value.dtype), cfg.rms_norm_eps)
         if not (cfg.alibi or cfg.unrotated):
-            query, key = (apply_rope(each, positions, cfg.rope) for each in (query, key))
+            query = apply_rope(query, positions, cfg.rope)
+            key = apply_rope(key, positions, cfg.rope) if shared is None else key
 
         # The new keys and values stay outside of the cache until they are accepted.
         fresh = KeyValue(key, value)
@@ -173,6 +188,11 @@ class DecoderLayer(nn.Module):
             self.dense_post_norm, self.experts_post_norm = norm(True), norm(True)
         if self.config.scaled_output:
             self.scale = self.param("scale", nn.initializers.ones, (1,))
+        if size := self.config.token_size:
+            width = self.config.hidden_size
+            self.token_gate = self.param("token_gate", matrix_init(width), (width, size))
+            self.token_out = self.param("token_out", matrix_init(size), (size, width))
+            self.token_post_norm = norm(True)
 
     def __call__(
         self,
@@ -182,21 +202,29 @@ class DecoderLayer(nn.Module):
         cache: KeyValue | None = None,
         length: Int[Array, " B"] | None = None,
         attend: Attend = attend,
+        shared: KeyValue | None = None,
+        of_token: Float[Array, "B T P"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values.
 
         attend: decides which keys the queries see, where mask and cache do not suffice.
+        shared: as `SelfAttention` has it.
+        of_token: what gates the layer's further branch; None where it has none.
         """
         # B and T as one axis: of [B, T, D] a TPU pads each T to a multiple of 8.
         rows = x.reshape(-1, x.shape[-1])
         normed = self.attention_norm(rows).reshape(x.shape)
-        mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
+        mixed, fresh = self.attention(normed, positions, mask, cache, length, attend, shared)
         rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
         given = self.mlp(self.mlp_norm(rows))
         if self.is_parallel:
             routed = self.experts(self.experts_norm(rows), rows)
             given = self.dense_post_norm(given) + self.experts_post_norm(routed)
         rows = rows + self.mlp_post_norm(given)
+        if of_token is not None:
+            gate = activate(self.config.activation, contract("rd,dp->rp", rows, self.token_gate))
+            gated = gate * of_token.reshape(gate.shape)
+            rows = rows + self.token_post_norm(contract("rp,pd->rd", gated, self.token_out))
         if self.config.scaled_output:
             rows = rows * self.scale
         return rows.reshape(x.shape), fresh
@@ -217,6 +245,13 @@ class Decoder(nn.Module):
         self.embedding = self.param("embedding", nn.initializers.normal(0.02), shape)
         self.layers = [DecoderLayer(cfg.layer_at(i)) for i in range(cfg.num_layers)]
         self.final_norm = RMSNorm(cfg.rms_norm_eps)
+        if size := cfg.num_layers * cfg.token_size:
+            width, normal = cfg.hidden_size, nn.initializers.normal(0.02)
+            self.token_embedding = self.param("token_embedding", normal, (cfg.vocab_size, size))
+            self.token_projection = self.param(
+                "token_projection", matrix_init(width), (width, size)
+            )
+            self.token_norm = RMSNorm(cfg.rms_norm_eps)
         if not cfg.tie_word_embeddings:
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), shape)
 
@@ -236,8 +271,11 @@ class Decoder(nn.Module):
         # Ids of padding slots are out of range; they are masked later.
         x = jnp.take(self.embedding, tokens, axis=0, mode="clip")
         x = scale_rows(x, self.config.embedding_scale)
+        of_tokens = self._of_tokens(tokens, x) if self.config.token_size else None
+
         # Every layer's input is named: heads choose what they read, jit drops the rest.
-        hidden, fresh = {}, []
+        hidden: dict[str, Array] = {}
+        fresh: list[Any] = []
         for index, layer in enumerate(self.layers):
             hidden[f"layer_{index}"] = x
             run: Callable[..., Any] = layer
@@ -245,11 +283,30 @@ class Decoder(nn.Module):
                 params, x = self.layer_params(index, x)
                 # A clone outside of this module, whose params are split: it gets gathered ones.
                 run = functools.partial(layer.clone(parent=None).apply, {"params": params})
-            x, rows = run(x, positions, mask, None if cache is None else cache[index], length)
-            fresh.append(rows)
+
+            # A layer without keys of its own reads an earlier one's, committed and fresh.
+            source = self.config.layer_of_keys(index)
+            committed = None if cache is None else cache[source]
+            shared = None if source == index else fresh[source]
+            of_token = None if of_tokens is None else of_tokens[:, :, index]
+            more = {"shared": shared, "of_token": of_token}
+            x, rows = run(x, positions, mask, committed, length, **more)
+            if shared is None:
+                fresh.append(rows)
         hidden["pre_norm"] = x
         hidden["post_norm"] = self.final_norm(x)
         return DecoderOutput(hidden=hidden, fresh=tuple(fresh))
+
+    def _of_tokens(
+        self, tokens: Int[Array, "B T"], x: Float[Array, "B T D"]
+    ) -> Float[Array, "B T L P"]:
+        """Return what every layer knows of the tokens: embeddings and projected inputs, mixed."""
+        cfg = self.config
+        shape = (*tokens.shape, cfg.num_layers, cfg.token_size)
+        rows = jnp.take(self.token_embedding, tokens, axis=0, mode="clip").reshape(shape)
+        projected = contract("btd,dn->btn", x, self.token_projection) * cfg.hidden_size**-0.5
+        rows = scale_rows(rows, cfg.token_size**0.5)
+        return (self.token_norm(projected.reshape(shape)) + rows) * 2**-0.5
 
 
 def scale_rows(rows: Float[Array, "*b D"], scale: float) -> Float[Array, "*b D"]:

@@ -42,6 +42,11 @@ PARAM_LAYOUTS: dict[str, str] = {
     "sinks": "K -",
     "out": "K - - D",
     "out_bias": "-",
+    # Embeddings of tokens for each layer, which gate a branch of it.
+    "token_embedding": "V D",
+    "token_projection": "D E",
+    "token_gate": "D -",
+    "token_out": "- D",
     # A delta net is split by its key heads.
     "delta_in": "D K -",
     "delta_gates": "D K -",

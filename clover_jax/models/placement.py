@@ -340,7 +340,8 @@ def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
     # Nothing is split over fsdp, so nothing is gathered.
     if mesh.shape["fsdp"] == 1:
         return 0
-    vocabulary = {name: base[name] for name in ("embedding", "lm_head") if name in base}
+    names = ("embedding", "lm_head", "token_embedding", "token_projection")
+    vocabulary = {name: base[name] for name in names if name in base}
     layers = [part for name, part in base.items() if name.startswith("layers_")]
     largest = max(whole_over_rows(layer, mesh) for layer in layers)
     return whole_over_rows(vocabulary, mesh) + 2 * largest

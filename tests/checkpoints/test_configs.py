@@ -273,14 +273,31 @@ def test_end_ids_next_to_gemma_4s_text_are_read_without_a_word(read_fields, caps
     assert "not read" not in capsys.readouterr().err
 
 
+def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
+    sharing = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 5}
+    window, full = "sliding_attention", "full_attention"
+    config = read(
+        "Gemma4ForCausalLM", **GEMMA4 | sharing, layer_types=[window, window, full, window, full]
+    )
+    assert [config.layer_of_keys(i) for i in range(5)] == [0, 1, 2, 1, 2]
+    layers = [config.layer_at(i) for i in range(5)]
+    assert [layer.shares_keys for layer in layers] == [False] * 3 + [True] * 2
+    assert [layer.intermediate_size for layer in layers] == [88] * 3 + [176] * 2
+    assert (config.layer.shares_keys, config.layer.intermediate_size) == (False, 88)
+
+
 @pytest.mark.parametrize(
     "architecture, changes, message",
     [
         *(
             ("Gemma4ForCausalLM", GEMMA4 | changes, message)
             for changes, message in (
-                ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported"),
-                ({"hidden_size_per_layer_input": 8}, "size_per_layer_input 8 is not supported"),
+                ({"num_kv_shared_layers": 7}, "num_kv_shared_layers must be 0 to 6, not 7"),
+                ({"num_kv_shared_layers": 2}, r"layers \(2\) leaves a type of layer without keys"),
+                (
+                    {"hidden_size_per_layer_input": 8},
+                    r"per_layer_input \(262144\) must be vocab_size \(96\)",
+                ),
                 ({"use_bidirectional_attention": "all"}, "_attention 'all' is not supported"),
                 ({"per_layer_config": {"5": WIDE}}, "per_layer_config may change num_key_value"),
                 ({"per_layer_config": {"0": {"head_dim": 4}}}, "alike in all layers of a type"),

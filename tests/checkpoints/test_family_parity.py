@@ -42,6 +42,11 @@ GEMMA4 = {"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 16, "sliding
 GEMMA4 |= {"layer_types": ["sliding_attention", *["full_attention"] * 2]}
 GEMMA4 |= {"num_global_key_value_heads": 1, "attention_k_eq_v": True}
 GEMMA4 |= {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0}
+# Of five layers the last two read the keys of the layers 1 and 2.
+SHARED = {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+SHARED |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 64}
+SHARED |= {"layer_types": ["sliding_attention", *["sliding_attention", "full_attention"] * 2]}
+SHARED |= {"initializer_range": 0.1}
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
 GEMMA4_EXPERTS |= {"moe_intermediate_size": 24}
 SMOLLM3 = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # its own lie beyond SHAPE's
@@ -114,6 +119,10 @@ FAMILIES = {
     "gemma4, values of their own": Family("Gemma4Text", GEMMA4 | {"attention_k_eq_v": False}),
     "gemma4, experts next to the MLP": Family("Gemma4Text", GEMMA4 | GEMMA4_EXPERTS),
     "gemma4 with images": Family("Gemma4Text", GEMMA4 | GEMMA4_EXPERTS, "with towers"),
+    "gemma4, shared keys and embeddings for each layer": Family(
+        "Gemma4Text", GEMMA4 | SHARED | {"attention_k_eq_v": False}
+    ),
+    "gemma4, shared keys with images": Family("Gemma4Text", GEMMA4 | SHARED, "with towers"),
     "gemma4 unified": Family("Gemma4UnifiedText", GEMMA4),
     "smollm3, a layer that does not rotate": Family(
         "SmolLM3", SMOLLM3 | {"no_rope_layer_interval": 2}
@@ -317,6 +326,12 @@ def repack_with_towers(model, folder) -> Logits:
     for path in folder.iterdir():
         path.unlink()
     whole.save_pretrained(folder)
+    # Published layers that share keys have matrices for them all the same.
+    if model.config.num_kv_shared_layers:
+        tensors = load_file(folder / "model.safetensors")
+        last = f"model.language_model.layers.{model.config.num_hidden_layers - 1}.self_attn"
+        tensors |= {f"{last}.{name}.weight": np.ones(3) for name in ("k_proj", "v_proj", "k_norm")}
+        save_file(tensors, folder / "model.safetensors")
     return functools.partial(torch_logits, whole)
 
 

@@ -114,12 +114,15 @@ def test_speculation_writes_what_the_rounded_base_writes():
     assert texts(widened(base), None, None, TreeConfig.root_only()) == plain_texts(True)
 
 
-SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("gemma 4", "sigmoid router")]
+SLOW = [
+    pytest.param(family, marks=pytest.mark.slow)
+    for family in ("gemma 4", "shared keys", "sigmoid router")
+]
 
 
 @pytest.mark.parametrize("family", ["delta nets", *SLOW])
 def test_other_layers_write_what_their_rounded_matrices_stand_for(family):
-    config = dataclasses.replace(TINY, num_layers=2, **FAMILIES[family][0])
+    config = dataclasses.replace(TINY, **{"num_layers": 2} | FAMILIES[family][0])
     base = quantize_base(random_base(config), ("base",))
     attention = base["layers_0"]["attention"]
     assert isinstance(attention.get("delta_in", attention.get("qkv")), Int8Matrix)

@@ -38,6 +38,10 @@ GEMMA4 = GEMMA | EXPERTS | {"num_kv_heads": 1, "head_dim": 16, "dense_layers": (
 GEMMA4 |= {"local_kv_heads": 2, "local_head_dim": 8, "full_attention_layers": (1,)}
 GEMMA4 |= {"rope": RopeConfig(kind="proportional", share=0.25), "score_cap": None}
 GEMMA4 |= dict.fromkeys(("value_norm", "keys_as_values", "scaled_output", "parallel_mlp"), True)
+# Two layers with keys, then two that read these, a window and none each; each embeds the tokens.
+SHARED = {name: value for name, value in GEMMA4.items() if "expert" not in name}
+SHARED |= {"num_layers": 4, "num_sharing_layers": 2, "full_attention_layers": (1, 3)}
+SHARED |= {"sharing_size": 96, "token_size": 8, "parallel_mlp": False}
 # A delta net below gated attention, as Qwen3-Next alternates them.
 HYBRID = EXPERTS | {"delta": DeltaConfig(2, 4, 8, 4, 4), "full_attention_layers": (1,)}
 HYBRID |= {"shared_expert_size": 16, "rope": RopeConfig(share=0.5)}
@@ -49,6 +53,7 @@ GLM |= {"shared_gate": False, "rope": RopeConfig(share=0.5), "qkv_bias": True}
 FAMILIES = {
     "gemma": (GEMMA, SMALL_TREE),
     "gemma 4": (GEMMA4, SMALL_TREE),
+    "shared keys": (SHARED, parse_tree("paper25")),
     "experts": (EXPERTS, parse_tree("dynamic:5:3:2")),
     "sinks and biased experts": (GPT_OSS, SMALL_TREE),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),
@@ -69,7 +74,7 @@ SLOW = ("experts",)
 )
 def test_the_text_of_a_family_equals_plain_text(family):
     changes, tree = FAMILIES[family]
-    config = dataclasses.replace(TINY, num_layers=2, **changes)
+    config = dataclasses.replace(TINY, **{"num_layers": 2} | changes)
     usual = {"config": config, "batch_size": 4}
     texts = texts_of(decoded(None, "none", FAMILY_PROMPTS, NEW_TOKENS, **usual))
     # The judge has no cache: it reads the whole text anew for every token.
@@ -84,7 +89,7 @@ def test_the_text_of_a_family_equals_plain_text(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_head_trains_a_step_and_decodes_the_plain_text(family, name):
     changes, _ = FAMILIES[family]
-    config = dataclasses.replace(TINY, num_layers=2, **changes)
+    config = dataclasses.replace(TINY, **{"num_layers": 2} | changes)
     base, head = random_base(config), random_head(config, name)[0]
     train = TrainStepConfig(config, head, OptimizerConfig(10, 5e-3, 0))
     # Compiled, so that no param is the base's own buffer: the step consumes its state.

@@ -261,7 +261,7 @@ def test_texts_are_distributed_as_plain_sampling(drafter, tree, draft_sampling, 
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8}
 # Experts and caps; a delta net below gated attention; norms after branches and a sigmoid router;
-# heads of two widths, of which the wider ones' keys are values.
+# heads of two widths, of which the wider ones' keys are values; a layer that reads another's keys.
 UNLIKE = {
     "experts and caps": EXPERTS | {"logit_cap": 2.0, "score_cap": 1.0},
     "delta nets": {
@@ -287,6 +287,13 @@ UNLIKE = {
         "local_head_dim": 4,
         "post_norms": True,
         **dict.fromkeys(("keys_as_values", "value_norm", "scaled_output", "parallel_mlp"), True),
+    },
+    "shared keys": {
+        "num_layers": 2,
+        "num_sharing_layers": 1,
+        "full_attention_layers": (0, 1),
+        "token_size": 4,
+        **dict.fromkeys(("query_key_norm", "value_norm", "scaled_output", "post_norms"), True),
     },
 }
 

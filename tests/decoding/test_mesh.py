@@ -86,7 +86,7 @@ def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
 OF_FAMILY = TOKENS.replace(
     "base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)",
     "from tests.decoding.test_greedy_equality import FAMILIES\n"
-    "base = dataclasses.replace(TINY, num_layers=2, **FAMILIES[sys.argv.pop(1)][0])",
+    "base = dataclasses.replace(TINY, **{'num_layers': 2} | FAMILIES[sys.argv.pop(1)][0])",
 )
 
 

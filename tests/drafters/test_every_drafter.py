@@ -37,7 +37,16 @@ from clover_jax.training.step import (
     make_train_step,
 )
 from clover_jax.training.teacher import teach
-from tests.decoding.test_greedy_equality import EXPERTS, GEMMA, GEMMA4, GLM, GPT_OSS, HYBRID, OLMO
+from tests.decoding.test_greedy_equality import (
+    EXPERTS,
+    GEMMA,
+    GEMMA4,
+    GLM,
+    GPT_OSS,
+    HYBRID,
+    OLMO,
+    SHARED,
+)
 from tests.tiny_folders import save_draft
 from tests.tiny_models import (
     DRAFTERS,
@@ -233,12 +242,16 @@ def test_a_card_that_promises_a_deeper_draft_is_refused():
 
 def shape(hidden_size, num_heads, num_kv_heads, head_dim, **more):
     widths = {"hidden_size": hidden_size, "num_heads": num_heads, "head_dim": head_dim}
-    return {**more, **widths, "num_kv_heads": num_kv_heads, "num_layers": 3}
+    return {"num_layers": 3, **more, **widths, "num_kv_heads": num_kv_heads}
+
+
+def without_heads(family):
+    return {name: x for name, x in family.items() if name not in ("num_kv_heads", "head_dim")}
 
 
 # Layers with a window have narrower heads, and more of them that make keys.
-WIDER = {name: value for name, value in GEMMA4.items() if name not in ("num_kv_heads", "head_dim")}
-WIDER |= {"full_attention_layers": (2,)}
+WIDER = without_heads(GEMMA4) | {"full_attention_layers": (2,)}
+E2B = {"keys_as_values": False, "local_head_dim": 4, "local_kv_heads": 1}
 
 
 # A sixteenth of the published widths or less: what heads must cope with are the ratios of width,
@@ -249,6 +262,7 @@ PUBLISHED = {
     "Gemma 2 9B": shape(56, 8, 4, 4, **GEMMA),
     "Gemma 4 26B-A4B": shape(44, 4, 1, 16, **WIDER),
     "Gemma 4 31B": shape(84, 8, 1, 16, **WIDER | {"num_experts": 0, "experts_per_token": 0}),
+    "Gemma 4 E2B": shape(24, 8, 1, 8, **without_heads(SHARED) | E2B),
     "Qwen3 0.6B": shape(64, 16, 8, 8, query_key_norm=True, tie_word_embeddings=True),
     "Qwen3 4B": shape(40, 8, 2, 8, query_key_norm=True, tie_word_embeddings=True),
     "Llama 3.2 1B": shape(64, 16, 4, 4, tie_word_embeddings=True),
@@ -269,6 +283,7 @@ PUBLISHED = {
 UNLIKE = ("Gemma 3 270M", "Gemma 4 26B-A4B", "gpt-oss", "SmolLM3 3B", "Qwen3-Next", "OLMo 3 7B")
 # What a head reads of a base, and what a layer of it is, are apart: a second head with one family.
 USUAL_PAIRS = {*(("clover2", family) for family in UNLIKE), ("clover_lr", "Qwen3-Next")}
+USUAL_PAIRS |= {("clover_lr", "Gemma 4 E2B")}
 
 
 @pytest.mark.parametrize(
