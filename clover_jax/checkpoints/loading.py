@@ -23,12 +23,7 @@ from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.config_json import read_config, tell_unknown
 from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
-from clover_jax.checkpoints.gemma4 import (
-    GEMMA4,
-    GEMMA4_UNIFIED,
-    GEMMA4_UNIFIED_WHOLE,
-    GEMMA4_WHOLE,
-)
+from clover_jax.checkpoints.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WHOLE, GEMMA4_WHOLE
 from clover_jax.checkpoints.gguf_file import GgufTensors
 from clover_jax.checkpoints.glm import GLM4, GLM4_MOE
 from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
@@ -153,8 +148,7 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, Te
     harmless += [r"lm_head\.weight"] * checkpoint.config.tie_word_embeddings
     wanted = stored_shapes(checkpoint.leaves)
     files.check(
-        wanted,
-        harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless),
+        wanted, harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless)
     )
     of_others = re.compile(ignored)
     left = [name for name in files.shapes if name not in wanted and of_others.fullmatch(name)]

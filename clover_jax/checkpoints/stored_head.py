@@ -16,11 +16,7 @@ from safetensors.numpy import save_file
 
 from clover_jax.array_types import FLOAT32, LeafPath, Params
 from clover_jax.checkpoints import mtp
-from clover_jax.checkpoints.base import (
-    BaseModel,
-    described_differences,
-    fingerprint,
-)
+from clover_jax.checkpoints.base import BaseModel, described_differences, fingerprint
 from clover_jax.checkpoints.card import (
     CARD,
     PARAMS,

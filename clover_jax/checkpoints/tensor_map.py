@@ -107,10 +107,7 @@ class LazyTensor:
     """
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        read: Callable[[Box], np.ndarray],
-        dtype: Any = np.float32,
+        self, shape: tuple[int, ...], read: Callable[[Box], np.ndarray], dtype: Any = np.float32
     ):
         """Take the shape, what reads a box as a new array, and that array's type."""
         # Where each element lies along each axis: open grids, broadcast, are views that take no

@@ -12,15 +12,7 @@ import numpy as np
 from clover_jax.data.chat_templates import check_rendered, marked_answers, render_template
 from clover_jax.data.forms import CALLS, WRITTEN, content_text
 from clover_jax.data.prompts import Prompt
-from clover_jax.data.records import (
-    Conversation,
-    Message,
-    Record,
-    Text,
-    TokenRow,
-    TokenTurns,
-    Turn,
-)
+from clover_jax.data.records import Conversation, Message, Record, Text, TokenRow, TokenTurns, Turn
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:

@@ -14,13 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.data.forms import (
-    keys_with,
-    read_asked,
-    read_messages,
-    read_system,
-    read_variables,
-)
+from clover_jax.data.forms import keys_with, read_asked, read_messages, read_system, read_variables
 from clover_jax.data.records import (
     STANDARD_INPUT,
     Message,
@@ -344,10 +338,7 @@ ROW_FIELDS = {
         tuple,
     ),
     "turns": RowField(
-        "turns",
-        lambda value: _is_list(value, is_text),
-        "a list of strings, at least one",
-        tuple,
+        "turns", lambda value: _is_list(value, is_text), "a list of strings, at least one", tuple
     ),
     "seed": _whole("seed", 0),
     # `decoding.sampling_config.SamplingParams` checks their values.

@@ -24,14 +24,7 @@ from clover_jax.data.records import (
     split_by_hash,
     tell_unread,
 )
-from clover_jax.data.row_files import (
-    NOT_READ,
-    Rows,
-    ending,
-    find_files,
-    is_about_data,
-    read_file,
-)
+from clover_jax.data.row_files import NOT_READ, Rows, ending, find_files, is_about_data, read_file
 from clover_jax.data.samples import RecordSamples, Samples, look_at
 from clover_jax.data.tokenizer import template_hash, tokenizer_hash
 from clover_jax.errors import UserError

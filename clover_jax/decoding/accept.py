@@ -61,10 +61,7 @@ def accept_path(tree: TokenTree, following: Int[Array, "B T"]) -> Accepted:
 
 
 def accept_typical(
-    tree: TokenTree,
-    log_probability: Float[Array, "B T V"],
-    epsilon: float,
-    delta: float,
+    tree: TokenTree, log_probability: Float[Array, "B T V"], epsilon: float, delta: float
 ) -> Accepted:
     """Accept the longest path of typical tokens. NOT lossless: the text's distribution changes.
 

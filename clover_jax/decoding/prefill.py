@@ -12,12 +12,7 @@ from clover_jax.decoding.accept import keep_rows
 from clover_jax.decoding.emission import cut, write_tokens
 from clover_jax.decoding.sampling import Scores, add_bias, draw, mask_out, penalize, score, warp
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
-from clover_jax.decoding.step import (
-    StepConfig,
-    Weights,
-    absorb_positions,
-    tree_features,
-)
+from clover_jax.decoding.step import StepConfig, Weights, absorb_positions, tree_features
 from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask

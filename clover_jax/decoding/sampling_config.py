@@ -101,16 +101,10 @@ class SamplingParams(JsonConfig):
         0.0, "draw from tokens that have at least this share of the best one's probability", most=1
     )
     repetition_penalty: float = _parameter(
-        1.0,
-        "above 1: tokens of prompt and answer become less probable",
-        least=0.01,
-        most=100,
+        1.0, "above 1: tokens of prompt and answer become less probable", least=0.01, most=100
     )
     frequency_penalty: float = _parameter(
-        0.0,
-        "subtracted from a token's logit for each time the answer has it",
-        least=-2,
-        most=2,
+        0.0, "subtracted from a token's logit for each time the answer has it", least=-2, most=2
     )
     presence_penalty: float = _parameter(
         0.0, "subtracted from the logits of tokens that the answer has", least=-2, most=2

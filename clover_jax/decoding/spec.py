@@ -58,8 +58,7 @@ class ModelSpec(ChatSettings, BaseSettings):
         choices=("auto", "xla", "pallas", "cudnn"),
     )
     int8: tuple[str, ...] = _draft(
-        (),
-        "quantize matrices to 8 bits: draft (the text stays as it is), or base,draft",
+        (), "quantize matrices to 8 bits: draft (the text stays as it is), or base,draft"
     )
     draft_rope_theta: float | None = _foreign(
         None, "RoPE base, for a layout that does not record it"

@@ -213,11 +213,7 @@ class Grower(NamedTuple):
 
 
 def draft_static(
-    grower: Grower,
-    root: Int[Array, " B"],
-    state: Any,
-    tree: TreeConfig,
-    choose: ChooseChildren,
+    grower: Grower, root: Int[Array, " B"], state: Any, tree: TreeConfig, choose: ChooseChildren
 ) -> Drafted:
     """Draft a static tree: each node is its parent's child of the node's rank.
 

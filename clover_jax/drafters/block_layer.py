@@ -81,10 +81,7 @@ def _same(y: Array) -> Array:
 
 
 def convolve(
-    y: Float[Array, "B T D"],
-    base: Float[Array, "o D"],
-    kernel: Float[Array, "B T o g"],
-    size: int,
+    y: Float[Array, "B T D"], base: Float[Array, "o D"], kernel: Float[Array, "B T o g"], size: int
 ) -> Float[Array, "B T D"]:
     """Return sum_o (base[o] + kernel_k[o]) * y_{k-o} within blocks of `size` slots.
 
@@ -176,10 +173,7 @@ def attend_last(
 
 
 def attend_blocks(
-    query: Float[Array, "B K G S+T H"],
-    fresh: KeyValue,
-    *_: None,
-    seen: Bool[Array, "B M S"],
+    query: Float[Array, "B K G S+T H"], fresh: KeyValue, *_: None, seen: Bool[Array, "B M S"]
 ) -> Float[Array, "B K G T H"]:
     """Attend from the slots of M blocks, each to its own block and to what it sees of the text.
 

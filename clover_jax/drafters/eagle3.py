@@ -30,9 +30,7 @@ from clover_jax.drafters.drafter import (
     output_matrix,
     with_draft_rows,
 )
-from clover_jax.drafters.layer_drafter import (
-    LayerDrafter,
-)
+from clover_jax.drafters.layer_drafter import LayerDrafter
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, SelfAttention, attend, project

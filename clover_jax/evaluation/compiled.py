@@ -23,13 +23,7 @@ from jax.extend import core
 from jax.stages import Compiled, Lowered
 
 from clover_jax.array_types import Params, PyTree
-from clover_jax.decoding.models import (
-    Models,
-    cache_size,
-    fitting_context,
-    idle_state,
-    load_shapes,
-)
+from clover_jax.decoding.models import Models, cache_size, fitting_context, idle_state, load_shapes
 from clover_jax.decoding.programs import Options, Placement, options_for
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.state import DecodeState

@@ -47,8 +47,7 @@ class ServeOptions:
         (), "web origins whose pages may call the server, such as https://example.org; * is all"
     )
     allowed_hosts: tuple[str, ...] = _listen(
-        (),
-        "Host names, as host.docker.internal, that a server without a key answers to as well",
+        (), "Host names, as host.docker.internal, that a server without a key answers to as well"
     )
     served_model_name: str | None = _listen(None, "name of the model in the API [--base]")
     page: bool = _listen(True, "serve the page for the browser at /")

@@ -41,12 +41,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.models.placement import gathered, param_shardings, place_rows
 from clover_jax.runtime.distributed import process_count
-from clover_jax.runtime.files import (
-    atomic_file,
-    only_process_in,
-    read_json_object,
-    write_json,
-)
+from clover_jax.runtime.files import atomic_file, only_process_in, read_json_object, write_json
 from clover_jax.runtime.progress import say
 from clover_jax.training.step import (
     OptimizerConfig,

@@ -406,11 +406,7 @@ def cut(end, *axes):
     ("name", "edit", "message"),
     [
         ("gptq", lambda t: t.pop(f"{QUERY}.g_idx"), f"lacks tensor {QUERY}.weight, which its con"),
-        (
-            "gptq",
-            lambda t: t[f"{QUERY}.g_idx"].fill(9),
-            r"entries name \(64, 10\) groups, and",
-        ),
+        ("gptq", lambda t: t[f"{QUERY}.g_idx"].fill(9), r"entries name \(64, 10\) groups, and"),
         ("gptq", cut(".qweight", 0), r"words for 64 inputs .*qweight \(7, 64\), .*qzeros"),
         ("gptq", cut(".scales", 0), r"name \(64, 2\) groups, and scales are \(64, 1\); the t"),
         ("awq", cut(".qweight", 1), "words of 8 codes do not make 64 outputs"),

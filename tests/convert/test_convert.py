@@ -233,10 +233,7 @@ def test_what_is_no_head_is_not_replaced_nor_what_holds_the_input(command, refer
     base = f"--base={reference / 'base'}"
     flags = (base, f"--input={reference / 'clover2'}", "--overwrite")
     status, _, error = command(*flags, f"--output={tmp_path / 'notes'}")
-    assert (status, "is not a draft head, so --overwrite does not delete it" in error) == (
-        2,
-        True,
-    )
+    assert (status, "is not a draft head, so --overwrite does not delete it" in error) == (2, True)
     assert (tmp_path / "notes" / "notes.txt").exists()
 
     work = tmp_path / "work"

@@ -54,10 +54,7 @@ def test_same_tree_gives_the_same_documents(tmp_path):
 def test_held_out_modules_never_change():
     assert [
         n for n in ("opcode.py", "textwrap.py", "json/decoder.py", "token.py") if is_heldout(n)
-    ] == [
-        "opcode.py",
-        "token.py",
-    ]
+    ] == ["opcode.py", "token.py"]
     share = sum(is_heldout(f"module{number}.py") for number in range(10_000)) / 10_000
     assert share == pytest.approx(HELDOUT_FRACTION, abs=0.01)
 

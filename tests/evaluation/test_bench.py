@@ -140,10 +140,7 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions, monkeypatch
         (("--target=tpu-v9:2x2",), "--target=tpu-v9:2x2 is unknown"),
         (("--draft=random:oracle",), "drafter 'oracle' is unknown"),
         (("--context=4000",), "4000 and the 912 positions .* more than 2048.*; give a smaller --c"),
-        (
-            ("--sweep", "--draft=random:clover", "--tree=paper25"),
-            "this clover head drafts at .* 3",
-        ),
+        (("--sweep", "--draft=random:clover", "--tree=paper25"), "this clover head drafts at .* 3"),
         (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
         (("--nodes=4",), "--nodes is for --sweep"),
         (("--target=gpu-h200", "--rounds=5"), "--rounds is to measure, not for --target"),

@@ -23,13 +23,7 @@ from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy, equality
 from clover_jax.evaluation.accuracy import TOP
-from clover_jax.evaluation.equality import (
-    MISMATCH,
-    NEAR_TIE,
-    Divergence,
-    compare_rows,
-    summarize,
-)
+from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Divergence, compare_rows, summarize
 from clover_jax.evaluation.plan import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.evaluation.targets import find_devices, parse_target

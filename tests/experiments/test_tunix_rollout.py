@@ -42,12 +42,7 @@ with warnings.catch_warnings():
     from tunix.rl.rollout.base_rollout import CacheConfig, RolloutConfig
     from tunix.rl.rollout.vanilla_rollout import VanillaRollout
 
-    from experiments.rollouts.tunix_rollout import (
-        TunixRollout,
-        flattened,
-        params_of,
-        state_of,
-    )
+    from experiments.rollouts.tunix_rollout import TunixRollout, flattened, params_of, state_of
 
 pytestmark = [pytest.mark.servers, pytest.mark.filterwarnings("ignore")]
 LLAMA = dataclasses.replace(SPEAKING, rope=RopeConfig(theta=1e6), rms_norm_eps=1e-6)

@@ -14,16 +14,7 @@ from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 from tests.serving.asking import GREEDY, refused, streamed, text, whole
-from tests.serving.conftest import (
-    AREA,
-    CLOSE,
-    CONVERSATION,
-    KINDS,
-    MESSAGES,
-    POINT,
-    TOOLS,
-    text_of,
-)
+from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, POINT, TOOLS, text_of
 from tests.tiny_tokenizers import save_byte_fallback
 
 

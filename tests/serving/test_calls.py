@@ -117,12 +117,7 @@ CALLS = [
         "\n3\n</parameter>\n<parameter=sure>\nTrue\n</parameter>\n<parameter=spots>\nnull\n"
         "</parameter>\n<parameter=x>\n7\n</parameter>\n</function>\n</tool_call>",
         "",
-        [
-            (
-                "weather",
-                '{"city": "Oslo\\nN", "days": 3, "sure": true, "spots": null, "x": "7"}',
-            )
-        ],
+        [("weather", '{"city": "Oslo\\nN", "days": 3, "sure": true, "spots": null, "x": "7"}')],
     ),
     # Without the first mark, and a tag that does not end.
     (
@@ -133,12 +128,7 @@ CALLS = [
         [("weather", '{"days": "few", "city": "A"}')],
     ),
     ("hermes", "<tool_call><function=now></function></tool_call>", "", [("now", "{}")]),
-    (
-        "hermes",
-        "<function=weather><parameter=city>\nOs",
-        "",
-        [("weather", '{"city": "Os')],
-    ),
+    ("hermes", "<function=weather><parameter=city>\nOs", "", [("weather", '{"city": "Os')]),
     ("hermes", "a <function= b>", "a <function= b>", []),
     ("llama", LLAMA, "", [("weather", OSLO)]),
     ("llama", f"<|python_tag|>{LLAMA}", "", [("weather", OSLO)]),

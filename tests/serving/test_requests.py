@@ -251,10 +251,7 @@ BAD_CHATS = [
 
 @pytest.mark.parametrize(
     ("ask", "body", "param"),
-    [
-        *((completion, *case) for case in BAD_COMPLETIONS),
-        *((chat, *case) for case in BAD_CHATS),
-    ],
+    [*((completion, *case) for case in BAD_COMPLETIONS), *((chat, *case) for case in BAD_CHATS)],
 )
 def test_what_cannot_be_is_refused_by_its_field(ask, body, param):
     with pytest.raises(ApiError, match=param.partition("[")[0]) as refused:

@@ -98,8 +98,7 @@ def test_with_a_number_of_forwards_seconds_do_not_matter():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n != "clover_lr")) for n in DRAFTERS],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "clover_lr")) for n in DRAFTERS]
 )
 def test_a_head_learns_from_greedy_texts_and_changes_none(name):
     rollouts = Sampler(models(name), batch_size=4, adapt=True)

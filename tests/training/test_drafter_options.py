@@ -48,11 +48,7 @@ def test_options_have_the_types_that_the_kind_declares(text, kind, options):
 @pytest.mark.parametrize(
     "text, kind, message",
     [
-        (
-            "depth=3",
-            "medusa",
-            "a medusa head has no option 'depth'; the options are num_posi",
-        ),
+        ("depth=3", "medusa", "a medusa head has no option 'depth'; the options are num_posi"),
         ("rope=1", "clover", "a clover head has no option 'rope'; the options are num_positions=I"),
         ("own_output", "medusa", "'own_output' is not written name=value"),
         ("own_output=1", "medusa", "own_output must be true or false, not '1'"),
