@@ -20,15 +20,15 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import silent
 from clover_jax.drafters.drafter import Frozen, layer_for
-from clover_jax.drafters.layer_drafter import LayerDrafter
+from clover_jax.drafters.layer_drafter import Attended, LayerDrafter
 from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask
+from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import matrix_init
 
 NOISE_LENGTH = 512  # sequence length at which the noise has its stated width
@@ -85,24 +85,18 @@ class Eagle(LayerDrafter):
             noise = self.config.feature_noise
             features = features + noise_like(features, batch.segment_ids, rng, noise)
         embedded = embed_input(self.config, frozen, shift_left(batch.tokens, 1))
-        hidden, _ = self.run(embedded, features, batch.positions, packed_mask(batch.segment_ids))
+        attended = Attended(batch.positions, packed_mask(batch.segment_ids))
+        hidden, _ = self.run(embedded, features, attended)
         return hidden[None]
 
     def run(
-        self,
-        embedded: Float[Array, "B T D"],
-        state: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"] | None,
-        cache: KeyValue | None = None,
-        length: Int[Array, " B"] | None = None,
-        attend: Attend = attend,
+        self, embedded: Float[Array, "B T D"], state: Float[Array, "B T D"], attended: Attended
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         # Two products instead of one over a concatenation, which would be stored first.
         x = embedded @ self.fc[0] + state @ self.fc[1]
         if self.config.fc_bias:
             x = x + self.fc_bias
-        return self.layer(x, positions, mask, cache, length, attend)
+        return self.layer(x, *attended)
 
 
 def noise_like(

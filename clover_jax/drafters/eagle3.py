@@ -20,7 +20,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import silent
 from clover_jax.drafters.drafter import (
@@ -30,10 +30,10 @@ from clover_jax.drafters.drafter import (
     output_matrix,
     with_draft_rows,
 )
-from clover_jax.drafters.layer_drafter import LayerDrafter
+from clover_jax.drafters.layer_drafter import Attended, LayerDrafter
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.decoder import Attend, SelfAttention, attend, project
+from clover_jax.models.decoder import SelfAttention, project
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, matrix_init
 
@@ -102,19 +102,12 @@ class Eagle3(LayerDrafter):
         return contract("bacd,cde->bae", split, self.fc)
 
     def run(
-        self,
-        embedded: Float[Array, "B T D"],
-        state: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"] | None,
-        cache: KeyValue | None = None,
-        length: Int[Array, " B"] | None = None,
-        attend: Attend = attend,
+        self, embedded: Float[Array, "B T D"], state: Float[Array, "B T D"], attended: Attended
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return o, without its norm, and the layer's fresh keys and values."""
         # Token and state are normed apart, because their scales have nothing in common.
         x = jnp.concatenate([self.embedding_norm(embedded), self.state_norm(state)], axis=-1)
-        mixed, fresh = self.attention(x, positions, mask, cache, length, attend)
+        mixed, fresh = self.attention(x, *attended)
         x = state + mixed
         return x + self.mlp(self.mlp_norm(x)), fresh
 

@@ -72,11 +72,21 @@ class Prefix(NamedTuple):
     positions: Int[Array, "B S"]
 
 
+class Attended(NamedTuple):
+    """The arguments of a `DecoderLayer` after its input: positions, and what they attend to."""
+
+    positions: Int[Array, "B T"]
+    mask: Bool[Array, "B T T"] | None = None
+    cache: KeyValue | None = None
+    length: Int[Array, " B"] | None = None
+    attend: Attend = attend
+
+
 class LayerDrafter(Drafter):
     """What these heads share; a subclass says what the layer reads and what it proposes.
 
-    It defines `run(embedded, state, positions, mask, cache, length, attend)`, the layer; and, where
-    they differ, `fuse(features)`, the state of a committed position, and `logits`.
+    It defines `run(embedded, state, attended)`, the layer; and, where they differ,
+    `fuse(features)`, the state of a committed position, and `logits`.
     """
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
@@ -91,7 +101,8 @@ class LayerDrafter(Drafter):
 
         # One layer has one cache and one pair of fresh keys and values.
         def trunk(positions, mask, cache, length):
-            hidden, fresh = self.run(embedded, states, positions, mask, cache[0], length)
+            attended = Attended(positions, mask, cache[0], length)
+            hidden, fresh = self.run(embedded, states, attended)
             return hidden, (fresh,)
 
         root, cache = run_trunk(trunk, accepted, cache)
@@ -123,16 +134,15 @@ class LayerDrafter(Drafter):
         # 0.10.2's XLA fails with "Reshape input and output shapes must be the same".
         hold = jax.lax.optimization_barrier
         above = jax.lax.platform_dependent(above, cuda=hold, default=lambda x: x)
-        hidden, fresh = self.run(
-            embed_input(self.config, frozen, token),
-            above.hidden,
+        attended = Attended(
             # Committed positions end at length - 1; a node of level d lies d further.
             above.length - 1 + depth,
-            None,
-            cache[0],
-            above.length[:, 0],
-            functools.partial(attend_path, path=above.path),
+            cache=cache[0],
+            length=above.length[:, 0],
+            attend=functools.partial(attend_path, path=above.path),
         )
+        embedded = embed_input(self.config, frozen, token)
+        hidden, fresh = self.run(embedded, above.hidden, attended)
         return BranchState(hidden, above.path.extended(fresh), above.length)
 
     def on_own_drafts(
@@ -146,7 +156,7 @@ class LayerDrafter(Drafter):
         tokens, positions, mask = batch.tokens, batch.positions, packed_mask(batch.segment_ids)
         # Step 0 reads the base's states.
         embedded = embed_input(self.config, frozen, shift_left(tokens, 1))
-        hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
+        hidden, rows = self.run(embedded, self.fuse(features), Attended(positions, mask))
         outputs, prefix = [hidden], Prefix(rows, mask, positions)
         path = empty_path(self.config.layer, len(tokens), tokens.shape[1], hidden.dtype)
 
@@ -154,7 +164,7 @@ class LayerDrafter(Drafter):
         for step in range(1, self.config.num_positions):
             embedded = embed_input(self.config, frozen, shift_left(tokens, step + 1))
             own = functools.partial(attend_path, path=path, prefix=prefix)
-            hidden, fresh = self.run(embedded, hidden, positions + step, None, attend=own)
+            hidden, fresh = self.run(embedded, hidden, Attended(positions + step, attend=own))
             outputs.append(hidden)
             path = path.extended(fresh)
         return outputs
@@ -164,14 +174,7 @@ class LayerDrafter(Drafter):
         return features
 
     def run(
-        self,
-        embedded: Float[Array, "B T D"],
-        state: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"] | None,
-        cache: KeyValue | None = None,
-        length: Int[Array, " B"] | None = None,
-        attend: Attend = attend,
+        self, embedded: Float[Array, "B T D"], state: Float[Array, "B T D"], attended: Attended
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values."""
         raise NotImplementedError

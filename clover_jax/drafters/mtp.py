@@ -17,14 +17,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import silent
 from clover_jax.drafters.drafter import Frozen
-from clover_jax.drafters.layer_drafter import LayerDrafter
+from clover_jax.drafters.layer_drafter import Attended, LayerDrafter
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.decoder import Attend, DecoderLayer, attend
+from clover_jax.models.decoder import DecoderLayer
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm, matrix_init
 
@@ -63,19 +63,12 @@ class MTP(LayerDrafter):
         return jnp.stack(self.on_own_drafts(frozen, features, batch))
 
     def run(
-        self,
-        embedded: Float[Array, "B T D"],
-        state: Float[Array, "B T D"],
-        positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"] | None,
-        cache: KeyValue | None = None,
-        length: Int[Array, " B"] | None = None,
-        attend: Attend = attend,
+        self, embedded: Float[Array, "B T D"], state: Float[Array, "B T D"], attended: Attended
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return o and the layer's fresh keys and values."""
         both = jnp.stack([self.embedding_norm(embedded), self.state_norm(state)])
         x = contract("cbtd,cde->bte", both, self.fc)
-        hidden, fresh = self.layer(x, positions, mask, cache, length, attend)
+        hidden, fresh = self.layer(x, *attended)
         return self.output_norm(hidden), fresh
 
 

@@ -228,9 +228,9 @@ def recomputed(any_head, committed, row, path):
     size, at = 12, CONTEXT[row]  # one size for all, so that it compiles once
     states = jnp.pad(apply(any_head, "fuse", features), ((0, 0), (0, size - at), (0, 0)))
     tokens = jnp.pad(tokens, ((0, 0), (0, size - at)))
-    positions, mask = jnp.arange(size)[None], causal_mask(1, size)
+    attended = jnp.arange(size)[None], causal_mask(1, size), None, None
     for token in [*path, None]:
-        hidden, _ = apply(any_head, "run", frozen.embedding[tokens], states, positions, mask)
+        hidden, _ = apply(any_head, "run", frozen.embedding[tokens], states, attended)
         if token is not None:
             states = states.at[:, at].set(hidden[:, at - 1])
             tokens, at = tokens.at[:, at].set(token), at + 1
