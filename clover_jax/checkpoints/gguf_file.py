@@ -122,18 +122,18 @@ def gguf_folder(path: Path) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_directory(folder) as made:
         write_json(made / "config.json", values)
+        # In bytes: the last axis of a quantized tensor has no other unit.
         table = {
-            name: (tensor.tensor_type.name, _bytes_shape(tensor.data), int(tensor.data_offset))
+            name: (
+                tensor.tensor_type.name,
+                tensor.data.view(np.uint8).shape,
+                int(tensor.data_offset),
+            )
             for name, tensor in tensors.items()
         }
         write_json(made / TABLE, {"file": str(path.resolve()), "tensors": table})
         _save_tokenizer(metadata, made, path)
     return folder
-
-
-def _bytes_shape(data: np.ndarray) -> tuple[int, ...]:
-    """Return the shape of a tensor whose last axis counts bytes."""
-    return (*data.shape[:-1], data.shape[-1] * data.itemsize)
 
 
 def config_values(

@@ -128,12 +128,11 @@ def table_rows(path: Path) -> Iterator[tuple[str, Any]]:
     for batch in _batches(path):
         for row in batch.to_pylist():
             number += 1
-            yield f"{path}:{number}", json.loads(json.dumps(row, default=_in_json))
-
-
-def _in_json(value: Any) -> Any:
-    """Return what stands for a value that JSON lacks: text of a time, no text of a picture."""
-    return {"bytes": len(value)} if isinstance(value, bytes) else str(value)
+            # What JSON lacks is text, such as a time, or no text, such as a picture.
+            text = json.dumps(
+                row, default=lambda x: {"bytes": len(x)} if isinstance(x, bytes) else str(x)
+            )
+            yield f"{path}:{number}", json.loads(text)
 
 
 def _batches(path: Path) -> Iterator[Any]:

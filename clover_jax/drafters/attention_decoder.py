@@ -19,7 +19,8 @@ class AttentionDecoder(nn.Module):
     similarity of its query and key, as in Clover-2's release (the papers' figures have no formula).
 
     bias: whether query, key and value have one. silu: whether the step's result goes through it.
-    num_heads: 0 for heads as wide as the base's.
+    num_heads: 0 for heads as wide as the base's, of which Qwen3-0.6B (16 heads of 128 over a width
+        of 1024) has 8 here.
     """
 
     config: LayerConfig
@@ -29,7 +30,8 @@ class AttentionDecoder(nn.Module):
 
     def setup(self):
         cfg = self.config
-        heads, width = split_width(cfg, self.num_heads), cfg.hidden_size
+        width, count = cfg.hidden_size, self.num_heads or cfg.hidden_size // cfg.head_dim
+        heads = (count, width // count)
         placeholder = nn.initializers.normal(0.02)  # init_from_base gives the method's own
         self.norm = RMSNorm(cfg.rms_norm_eps)
         self.query = self.param("query", placeholder, (width, *heads))
@@ -55,21 +57,15 @@ class AttentionDecoder(nn.Module):
         query = contract("...d,dnh->...nh", self.norm(x), self.query)
         if self.bias:
             query = query + self.query_bias
-        # Each head weighs its own part of the token by one number.
+        # Each head weighs its own part of the token by one number. In float32: cosines of bfloat16
+        # lose the small differences that decide between tokens.
         key, value = key_value[..., 0, :, :], key_value[..., 1, :, :]
+        query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+        eps = self.config.rms_norm_eps
+        cosine = (l2_normalize(query, eps) * l2_normalize(key, eps)).sum(axis=-1)
         # Back to the params' dtype: one float32 factor would make all that follows float32.
-        weight = cosine_similarity(query, key, self.config.rms_norm_eps).astype(value.dtype)
-        mixed = (weight[..., None] * value).reshape(x.shape)
+        mixed = (cosine.astype(value.dtype)[..., None] * value).reshape(x.shape)
         return x + (jax.nn.silu(mixed) if self.silu else mixed)
-
-
-def cosine_similarity(
-    query: Float[Array, "*b N H"], key: Float[Array, "*b N H"], eps: float
-) -> Float[Array, "*b N"]:
-    """Return q.k / (max(|q|, eps) max(|k|, eps)), each norm clamped by itself, in float32."""
-    # Cosines of bfloat16 lose the small differences that decide between tokens.
-    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    return (l2_normalize(query, eps) * l2_normalize(key, eps)).sum(axis=-1)
 
 
 def l2_normalize(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
@@ -77,16 +73,6 @@ def l2_normalize(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     # The clamp acts on the square, so that the gradient at x = 0 is 0 and not NaN.
     return x * jax.lax.rsqrt(jnp.maximum(square, eps * eps))
-
-
-def split_width(config: LayerConfig, num_heads: int = 0) -> tuple[int, int]:
-    """Return (N, H): how an Attention Decoder splits the width D into heads.
-
-    num_heads: N; 0 for heads as wide as the base's, of which Qwen3-0.6B (16 heads of 128 over a
-        width of 1024) has 8 here.
-    """
-    num_heads = num_heads or config.hidden_size // config.head_dim
-    return num_heads, config.hidden_size // num_heads
 
 
 def default_heads(config: LayerConfig) -> int:

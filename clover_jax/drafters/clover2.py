@@ -126,9 +126,8 @@ class Clover2(Drafter):
             self.projector_1_bias = self.param("projector_1_bias", zeros, (width,))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        return init_cache(
-            self.config.layer, self.config.num_augmenting_layers, batch, length, dtype
-        )
+        layers = self.config.num_augmenting_layers
+        return init_cache(self.config.layer, layers, batch, length, dtype)
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
