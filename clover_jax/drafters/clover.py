@@ -52,6 +52,7 @@ from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
     Frozen,
+    Ids,
     check_max_depth,
     layer_for,
 )
@@ -185,13 +186,7 @@ class Clover(Drafter):
         return self.logits(frozen, self._output(frozen, state, depth), depth)
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: Float[Array, "B n D"],
-        cache: Cache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: Array, cache: Cache, parent: Ids, token: Ids, depth: int
     ) -> Float[Array, "B W D"]:
         """Feed a drafted token back: the regressive connection."""
         if self.regressive is None:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import (
     AttentionDecoder,
@@ -42,7 +42,7 @@ from clover_jax.drafters.augmenting import (
     silent_layers,
     unit_rms,
 )
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, layer_for
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, Ids, layer_for
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
@@ -143,13 +143,7 @@ class Clover2(Drafter):
         return self.logits(frozen, self._joint_output(state), depth)
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: Clover2State,
-        cache: Cache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: Clover2State, cache: Cache, parent: Ids, token: Ids, depth: int
     ) -> Clover2State:
         """Feed a drafted token back: the regressive connection."""
         above = jnp.take_along_axis(state.hidden, parent[..., None], axis=1)

@@ -45,6 +45,7 @@ from clover_jax.drafters.drafter import (
     Drafter,
     FewTokens,
     Frozen,
+    Ids,
     check_max_depth,
     head_logits,
     layer_for,
@@ -212,13 +213,7 @@ class DFlash2(Drafter):
         return FewTokens(ids, jax.nn.log_softmax(best))
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: DFlash2State,
-        cache: Cache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: DFlash2State, cache: Cache, parent: Ids, token: Ids, depth: int
     ) -> DFlash2State:
         """Remember a drafted token: the block is there already."""
         return state.replace(token=token)

@@ -24,6 +24,7 @@ from clover_jax.models.int8 import Matrix, take_rows
 DRAFT_ROWS = "draft_lm_head"  # leaf next to the base's params
 PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 State = Any  # a pytree of the drafter's own; leaves [B, W, ...], or what all branches share
+Ids = Int[Array, "B W"]  # a number for each of W branches
 DraftCache = Any  # likewise; leaves [B, ...], of which a `KeyValue`'s grow with the text
 
 
@@ -144,13 +145,7 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: State,
-        cache: DraftCache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: State, cache: DraftCache, parent: Ids, token: Ids, depth: int
     ) -> State:
         """Go one level down: follow `token` from state `parent` of the level above.
 

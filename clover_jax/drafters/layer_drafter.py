@@ -18,7 +18,7 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.drafters.augmenting import run_trunk
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, Ids
 from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.attention import RunningSoftmax, attend_cache, attend_rows, finish
 from clover_jax.models.batch import Batch
@@ -114,13 +114,7 @@ class LayerDrafter(Drafter):
         return self.logits(frozen, state.hidden, depth)
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: BranchState,
-        cache: Cache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: BranchState, cache: Cache, parent: Ids, token: Ids, depth: int
     ) -> BranchState:
         """Feed a drafted token and its parent's output to the layer."""
         # Each branch continues from its own parent: state, path and length.

@@ -20,7 +20,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Int
 from clover_jax.config import BaseConfig, DrafterConfig
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, FewTokens, Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, FewTokens, Frozen, Ids
 from clover_jax.drafters.text_matches import find_matches, last_tokens
 from clover_jax.models.cache import Cache
 
@@ -76,13 +76,7 @@ class Lookup(Drafter):
         return FewTokens(matches.token, jnp.log(repeats * left))
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: LookupState,
-        cache: Cache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: LookupState, cache: Cache, parent: Ids, token: Ids, depth: int
     ) -> LookupState:
         """Put the drafted tokens at the ends of their branches."""
         above = jnp.take_along_axis(state.suffix, parent[..., None], axis=1)

@@ -18,13 +18,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
 from clover_jax.drafters.augmenting import take_last
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
     Frozen,
+    Ids,
     check_max_depth,
     frozen_from_base,
     head_logits,
@@ -111,13 +112,7 @@ class Medusa(Drafter):
         return self.logits(frozen, self.heads(state, depth), depth)
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: Float[Array, "B 1 D"],
-        cache: Cache,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: Array, cache: Cache, parent: Ids, token: Ids, depth: int
     ) -> Float[Array, "B 1 D"]:
         """Return the state as it is: no head reads a drafted token."""
         return state

@@ -24,7 +24,14 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Int
 from clover_jax.config import BaseConfig, DrafterConfig
-from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, Drafter, FewTokens, Frozen
+from clover_jax.drafters.drafter import (
+    PAD_TOKEN,
+    AcceptedPositions,
+    Drafter,
+    FewTokens,
+    Frozen,
+    Ids,
+)
 from clover_jax.models.placement import over_rows
 
 # How often the token seen last after another follows again, then the one before it, and so on:
@@ -89,13 +96,7 @@ class Recycle(Drafter):
         return FewTokens(state, jnp.where(known, usual, -jnp.inf))
 
     def advance(
-        self,
-        frozen: Frozen,
-        state: Int[Array, "B n k"],
-        cache: Array,
-        parent: Int[Array, "B W"],
-        token: Int[Array, "B W"],
-        depth: int,
+        self, frozen: Frozen, state: Array, cache: Array, parent: Ids, token: Ids, depth: int
     ) -> Int[Array, "B W k"]:
         """Look up the drafted tokens; what came before them does not matter."""
         return _successors(cache, token)

@@ -27,22 +27,19 @@ from clover_jax.errors import UserError
 from clover_jax.field_types import parse_values
 from clover_jax.models.batch import Batch
 
-# name -> (file of this package, config class, module class)
+# A drafter's name, which is its file's, and its class; that of its config is called CLASSConfig.
 DRAFTERS = {
-    "clover2": ("clover2", "Clover2Config", "Clover2"),
-    "clover_lr": ("clover_lr", "CloverLRConfig", "CloverLR"),
-    "clover": ("clover", "CloverConfig", "Clover"),
-    "medusa": ("medusa", "MedusaConfig", "Medusa"),
-    "eagle": ("eagle", "EagleConfig", "Eagle"),
-    "eagle3": ("eagle3", "Eagle3Config", "Eagle3"),
-    "dflash2": ("dflash2", "DFlash2Config", "DFlash2"),
-    "mtp": ("mtp", "MTPConfig", "MTP"),
+    "clover2": "Clover2",
+    "clover_lr": "CloverLR",
+    "clover": "Clover",
+    "medusa": "Medusa",
+    "eagle": "Eagle",
+    "eagle3": "Eagle3",
+    "dflash2": "DFlash2",
+    "mtp": "MTP",
 }
 # The same for drafters without weights; --draft takes these names.
-TRAINING_FREE = {
-    "lookup": ("lookup", "LookupConfig", "Lookup"),
-    "recycle": ("recycle", "RecycleConfig", "Recycle"),
-}
+TRAINING_FREE = {"lookup": "Lookup", "recycle": "Recycle"}
 # Files of drafters that a stored draft may name, separated as in PATH: importing one runs its code.
 TRUSTED_VARIABLE = "CLOVER_JAX_DRAFTER_FILES"
 
@@ -80,9 +77,8 @@ def _load(kind: str) -> _Kind:
         raise UserError(
             f"drafter {kind!r} is unknown; the drafters are {', '.join(DRAFTERS)}, or FILE.py:CLASS"
         )
-    name, config, module = known[kind]
-    file = importlib.import_module(f"clover_jax.drafters.{name}")
-    return _Kind(file, getattr(file, config), getattr(file, module))
+    file, name = importlib.import_module(f"clover_jax.drafters.{kind}"), known[kind]
+    return _Kind(file, getattr(file, f"{name}Config"), getattr(file, name))
 
 
 @functools.cache

@@ -33,7 +33,7 @@ def head(monkeypatch):
     module = types.ModuleType(NAME)
     monkeypatch.setitem(sys.modules, NAME, module)
     exec(compile(SOURCE, str(PAGE), "exec"), module.__dict__)
-    monkeypatch.setitem(registry.DRAFTERS, "bigram", ("bigram", "BigramConfig", "Bigram"))
+    monkeypatch.setitem(registry.DRAFTERS, "bigram", "Bigram")
     return registry.head(registry.config_for_base("bigram", TINY, num_positions=3, gain=2.0))
 
 
