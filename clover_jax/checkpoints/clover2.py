@@ -180,7 +180,6 @@ def _attention_decoder(config: LayerConfig, name: str, stored: str) -> list[Leaf
 
 LAYOUT = Layout(
     name="clover2",
-    to="clover2",
     kind="clover2",
     parse_config=parse_config,
     leaves=clover2_leaves,

@@ -202,7 +202,6 @@ def _convolution(config: DFlash2Config, path: tuple[str, ...], prefix: str) -> l
 
 LAYOUT = Layout(
     name="dflash2",
-    to="dflash2",
     kind="dflash2",
     parse_config=parse_config,
     leaves=dflash2_leaves,

@@ -251,7 +251,6 @@ def eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
 
 EAGLE = Layout(
     name="eagle",
-    to="eagle",
     kind="eagle",
     parse_config=parse_eagle,
     leaves=eagle_leaves,
@@ -262,13 +261,10 @@ EAGLE = Layout(
     classes=_CLASSES,
 )
 # Variants for two servers, which are written differently; when read, they are all EAGLE.
-VLLM = dataclasses.replace(
-    EAGLE, name="eagle_vllm", to="eagle_vllm", check_exportable=_check_for_vllm
-)
+VLLM = dataclasses.replace(EAGLE, name="eagle_vllm", check_exportable=_check_for_vllm)
 SGLANG = dataclasses.replace(
     EAGLE,
     name="eagle_sglang",
-    to="eagle_sglang",
     config_fields=lambda config, base: eagle_fields(config, base.config, "LlamaForCausalLMEagle"),
     check_exportable=_check_for_sglang,
     # SGLang would use uninitialised memory for a missing bias.
@@ -278,7 +274,6 @@ SGLANG = dataclasses.replace(
 )
 EAGLE3 = Layout(
     name="eagle3",
-    to="eagle3",
     kind="eagle3",
     parse_config=parse_eagle3,
     leaves=eagle3_leaves,
@@ -295,7 +290,6 @@ EAGLE3 = Layout(
 EAGLE3_TPU = dataclasses.replace(
     EAGLE3,
     name="eagle3_tpu",
-    to="eagle3_tpu",
     config_fields=lambda config, base: (
         EAGLE3.config_fields(config, base) | {"architectures": ["Eagle3LlamaForCausalLM"]}
     ),
@@ -434,7 +428,6 @@ def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
 
 SPECULATORS = Layout(
     name="speculators",
-    to="speculators",
     kind="eagle",
     # The bias of fc has another name here.
     parse_config=lambda values, path, base: parse_eagle(
@@ -453,7 +446,7 @@ SPECULATORS = Layout(
 )
 SPECULATORS_EAGLE3 = Layout(
     name="speculators_eagle3",
-    to="speculators",
+    written_as="speculators",
     kind="eagle3",
     parse_config=_parse_speculators_eagle3,
     leaves=functools.partial(eagle3_leaves, prefix="layers.0."),

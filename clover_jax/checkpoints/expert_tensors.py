@@ -85,9 +85,6 @@ def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
         check_count(values, count, path)
     config = parse_llama_config(values, path)
 
-    # Every `step`-th layer has experts, unless it is listed.
-    step, plain = values["decoder_sparse_step"], values["mlp_only_layers"] or []
-    dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)
     return with_experts(
         config,
         values,
@@ -96,9 +93,16 @@ def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
         values["moe_intermediate_size"],
         query_key_norm=True,
         normed_weights=bool(values.get("norm_topk_prob", False)),
-        dense_layers=tuple(dense),
+        dense_layers=dense_layers(values),
         sliding_window=read_window(values, path) if values.get("use_sliding_window") else None,
     )
+
+
+def dense_layers(values: dict[str, Any]) -> tuple[int, ...]:
+    """Return the layers with one MLP: those that are listed, and all but every `step`-th."""
+    step, listed = values["decoder_sparse_step"], values.get("mlp_only_layers") or []
+    layers = range(values["num_hidden_layers"])
+    return tuple(index for index in layers if index in listed or (index + 1) % step)
 
 
 def with_experts(

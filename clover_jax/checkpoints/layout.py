@@ -22,8 +22,7 @@ from clover_jax.runtime.progress import say
 class Layout:
     """One format of draft heads; the functions take the config of the kind of head that it holds.
 
-    name: used in reports of `convert`.
-    to: the value of `convert --to`, which may select one layout for each of several kinds.
+    name: used in reports of `convert`, and the value of its `--to`, unless `written_as` is that.
     kind: the drafter whose heads it holds.
     parse_config: the head's config, from the fields of config.json, its path (for messages, and
         for tensors next to it) and the base's config. Raises UserError for missing or impossible
@@ -41,10 +40,10 @@ class Layout:
     offset: what is added to a stored tensor, by its name.
     file: the name of the weights' file.
     warning: printed when this layout is written.
+    written_as: a value of `--to` that selects one layout for each of several kinds.
     """
 
     name: str
-    to: str
     kind: str
     # Any stands for a config of this layout's `kind`.
     parse_config: Callable[[dict[str, Any], Path, BaseConfig], Any]
@@ -61,6 +60,12 @@ class Layout:
     offset: Callable[[str], float] = lambda name: 0.0
     file: str = "model.safetensors"
     warning: str | None = None
+    written_as: str | None = None
+
+    @property
+    def to(self) -> str:
+        """The value of `convert --to`."""
+        return self.written_as or self.name
 
 
 # A head's `model_type` that says no more than its layout, in addition to the kind's own name.

@@ -122,7 +122,6 @@ def parse_original(values: dict[str, Any], path: Path, base: BaseConfig) -> Medu
 
 ORIGINAL = Layout(
     name="medusa",
-    to="medusa",
     kind="medusa",
     parse_config=parse_original,
     leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
@@ -139,7 +138,6 @@ ORIGINAL = Layout(
 )
 VLLM = Layout(
     name="medusa_vllm",
-    to="medusa_vllm",
     kind="medusa",
     parse_config=parse_vllm,
     leaves=functools.partial(_leaves, block="blocks.{}.layers.0", matrix="lm_heads.{}.weight"),

@@ -86,7 +86,6 @@ def config_fields(config: MTPConfig, base: BaseModel) -> dict[str, Any]:
 
 LAYOUT = Layout(
     name="mtp",
-    to="mtp",
     kind="mtp",
     parse_config=parse_config,
     leaves=mtp_leaves,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from clover_jax.checkpoints.expert_tensors import expert_leaves, with_experts
+from clover_jax.checkpoints.expert_tensors import dense_layers, expert_leaves, with_experts
 from clover_jax.checkpoints.llama_config import (
     FULL,
     check_count,
@@ -65,17 +65,14 @@ def parse_qwen3_next_config(values: dict[str, Any], path: Path) -> BaseConfig:
     counts = "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step"
     for name in counts:
         check_count(values, name, path)
-    config, step = _parse_hybrid(values, path), values["decoder_sparse_step"]
-    plain = values.get("mlp_only_layers") or []
-    dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)
     return with_experts(
-        config,
+        _parse_hybrid(values, path),
         values,
         path,
         "num_experts",
         values["moe_intermediate_size"],
         normed_weights=bool(values["norm_topk_prob"]),
-        dense_layers=tuple(dense),
+        dense_layers=dense_layers(values),
         shared_expert_size=values["shared_expert_intermediate_size"],
     )
 

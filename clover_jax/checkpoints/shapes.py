@@ -142,16 +142,14 @@ SHAPES = {
     "gemma4-31b": _shape(262_144, 5376, 21_504, 60, 32, 4, **_gemma4(5376, 16)),
     "gemma4-26b-a4b": _shape(
         *(262_144, 2816, 2112, 30, 16, 2),
-        **_gemma4(2816, 8),
-        **_experts(128, 8, 704),
         parallel_mlp=True,
+        **_gemma4(2816, 8) | _experts(128, 8, 704),
     ),
     "qwen3.5-27b": _shape(248_320, 5120, 17_408, 64, 24, 4, **_qwen3_5(48)),
     "qwen3.5-35b-a3b": _shape(
         *(248_320, 2048, 512, 40, 16, 2),
-        **_qwen3_5(32),
-        **_experts(256, 8, 512),
         shared_expert_size=512,
+        **_qwen3_5(32) | _experts(256, 8, 512),
     ),
     # Not a published model: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _shape(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
