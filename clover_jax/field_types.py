@@ -115,7 +115,7 @@ def check_settings(settings: Any) -> None:
 def check_values(kind: type, values: Mapping[str, Any]) -> None:
     """Raise UserError for the first of these values that a field of `kind` does not accept."""
     # Types first, since bounds compare numbers.
-    _check_types(kind, values)
+    check_types(kind, values)
     for name, declared in declared_settings(kind).items():
         value = values.get(name)
         # None is unset, and a bool, which Python counts as a number, has no bounds.
@@ -143,12 +143,8 @@ def check_unread(settings: Any, names: Sequence[str], reader: str, is_on: bool) 
             raise UserError(f"--{name}={value} is for --{reader}, which is missing")
 
 
-def check_types(settings: object) -> None:
-    """Raise UserError for the first field of a dataclass that its annotation does not allow."""
-    _check_types(type(settings), vars(settings))
-
-
-def _check_types(kind: type, values: Mapping[str, Any]) -> None:
+def check_types(kind: type, values: Mapping[str, Any]) -> None:
+    """Raise UserError for the first of these values that its field's annotation does not allow."""
     for name, kinds in field_kinds(kind).items():
         if name not in values:
             continue

@@ -101,7 +101,7 @@ class GenerationSettings(SamplingParams):
         object.__setattr__(self, "structured_outputs", form_text(self.structured_outputs))
 
         # Types first, since the other checks compare values.
-        check_types(self)
+        check_types(type(self), vars(self))
         super().__post_init__()
         check_settings(self)
         if self.temperature > 0 and self.verify == "greedy":

@@ -16,18 +16,8 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # of a draft, which names a file
 
 # Written out, as the table of layouts imports JAX and `--help` must not; a test compares both.
 TARGETS = (
-    "orbax",
-    "clover2",
-    "eagle",
-    "eagle_vllm",
-    "eagle_sglang",
-    "eagle3",
-    "eagle3_tpu",
-    "dflash2",
-    "mtp",
-    "medusa",
-    "medusa_vllm",
-    "speculators",
+    *("orbax", "clover2", "eagle", "eagle_vllm", "eagle_sglang", "eagle3", "eagle3_tpu"),
+    *("dflash2", "mtp", "medusa", "medusa_vllm", "speculators"),
 )
 
 _verifying = functools.partial(setting, group="verifying")
