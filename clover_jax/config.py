@@ -373,7 +373,7 @@ class BaseConfig(LayerConfig):
         """Return the layer whose keys and values layer `index` reads: its own, for most.
 
         Example: of layers w w f w f with a window (w) or full (f) of which the last two share keys,
-        layer 3 reads those of 1 and layer 4 those of 2.
+        layer 3 reads the keys of 1 and layer 4 the keys of 2.
         """
         with_keys, full = self.num_layers - self.num_sharing_layers, self.full_attention_layers
         if index < with_keys:

@@ -251,7 +251,7 @@ def hugging_face_names(name: str, architecture: str, count: int) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class GgufTensors:
-    """How the tensors of a GGUF file are read as those of a Hugging Face folder.
+    """How the tensors of a GGUF file are read as a Hugging Face folder's.
 
     architecture: llama.cpp's. heads: of queries and of keys. experts: of a layer.
     types: of each stored tensor, in llama.cpp's words.

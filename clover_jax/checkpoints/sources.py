@@ -127,7 +127,7 @@ def _download(source: str) -> Path:
         )
         return Path(found)
 
-    # Two rounds: PyTorch's copies of the weights are fetched only where there are no others.
+    # Two rounds: PyTorch's copies of the weights are fetched only where others are missing.
     try:
         folder = fetch(HUB_PATTERNS)
         found = any(folder.glob("*.safetensors")) or any(folder.glob("**/draft.json"))

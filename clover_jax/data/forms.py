@@ -207,7 +207,7 @@ def _message(item: Any, place: str) -> tuple[Message, bool]:
         )
     role = message["role"] = _SPEAKERS.get(message["role"], message["role"])
 
-    # Merged columns have an empty list where there is no call.
+    # Merged columns have an empty list in place of no call.
     if message.get("tool_calls") == []:
         del message["tool_calls"]
     for key in CALLS:

@@ -151,7 +151,7 @@ class Engine:
     `read_prompts` and `advance` alternately. To overlap the host's work with the device's, call
     `begin`, work, `wait`, `add`, `begin` the next chunk, and `take` the results of the last.
 
-    grammar_counts: those of `grammars`.
+    grammar_counts: the counts of `grammars`.
     state: the state before the next step; None before the first row.
     step_seconds: how long the last step took; None before the first.
     """
@@ -712,6 +712,6 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
 
 def _read_scores(scores: Scores, row: tuple[int, ...], count: int) -> list[TokenScore]:
     """Return the first `count` scores of a row; `row` indexes all axes before the tokens'."""
-    # The fields of a TokenScore are those of Scores.
+    # A TokenScore has the fields of Scores.
     columns = [np.asarray(getattr(scores, name))[row][:count] for name in TokenScore._fields]
     return [TokenScore(*each) for each in zip(*(c.tolist() for c in columns), strict=True)]

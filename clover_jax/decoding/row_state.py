@@ -313,7 +313,7 @@ class RowState:
             return []
         sources: list[Sequence[int]] = [models.copy_from] if models.copy_from else []
         if prediction is not None and models.tokenizer is not None:
-            # An answer is no longer than the context.
+            # An answer is as long as the context at most.
             ids = models.tokenizer(prediction, add_special_tokens=False)["input_ids"]
             # First, since a text that does not fit is cut off at the end.
             sources.insert(0, ids[: models.base.config.max_position_embeddings])

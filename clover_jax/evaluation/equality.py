@@ -188,7 +188,7 @@ def classify(cases: list[Case], params: Params, alone: Engine, batched: Engine) 
         found = case.divergence
         if found is None:
             continue
-        # After the end of either text there is no score to compare with.
+        # After the end of either text no score is left to compare with.
         gap = None
         if found.found is not None and found.position < len(scores.gap):
             gap = float(scores.gap[found.position])
@@ -268,7 +268,7 @@ def _cache_before(
 
     Keys and values may be written again, but a state must stand before the first token to read.
     """
-    # At least one token is read; the states of prompts that are no longer begin empty.
+    # At least one token is read; the states of prompts as short as that begin empty.
     shorter = []
     for each in requests:
         kept = max(len(each.prompt_ids) - at_once, 1)

@@ -99,7 +99,7 @@ def prepare_environment(target: Target, environment: MutableMapping[str, str]) -
     environment.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     if target.platform == "cuda":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        # There is no device to time kernels on.
+        # Nothing here can time kernels.
         flags = environment.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 

@@ -137,7 +137,7 @@ class Answering(Response):
 
 
 class _EventWriter:
-    """Writes server-sent events, those of one choice together."""
+    """Writes server-sent events, all new ones of a choice together."""
 
     def __init__(self, send: Send, answers: Answers):
         self._answers = answers

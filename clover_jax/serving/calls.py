@@ -1,7 +1,7 @@
 """The parts of an answer: what was thought, what is said, and the calls of tools.
 
 A base writes calls and thinking into its text, between marks that its chat template has too. No
-package that is maintained and light has their parsers: those of vLLM and SGLang come with torch,
+package that is maintained and light has their parsers: vLLM's and SGLang's come with torch,
 `openai-harmony` loads its vocabulary from the network, and `transformers` parses whole answers by
 a schema that few tokenizers have.
 """

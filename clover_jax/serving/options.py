@@ -23,7 +23,7 @@ _limit = functools.partial(setting, group="limits")
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """The flags of `serve` in addition to those of `ModelSpec`; seed: of requests without one."""
+    """The flags of `serve` in addition to `ModelSpec`; seed: of requests without one."""
 
     spec: ModelSpec
     seed: int = 0

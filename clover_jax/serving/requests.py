@@ -126,7 +126,7 @@ class Splitting(NamedTuple):
 class Call:
     """A checked request: what to decode, and what the answer shows.
 
-    asks: the choices of the first prompt, then those of the next, `n` each.
+    asks: the choices of the first prompt, then of the next, `n` each.
     echo: whether the prompt stands before its answer.
     no_output: the answer's only token is left out (max_tokens 0).
     tells_forwards: whether a streamed piece has the number of its forward.

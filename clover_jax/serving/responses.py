@@ -150,7 +150,7 @@ class Answers(abc.ABC):
         }
 
     def _predicted(self, ended: Sequence[TurnProgress]) -> tuple[int, int]:
-        """Return the tokens that came from predictions, and those of predictions that did not."""
+        """Return how many tokens of predictions were accepted, and how many were not."""
         accepted = rejected = 0
         # `ended` is empty where no output is wanted, hence not strict.
         for ask, progress in zip(self.call.asks, ended, strict=False):

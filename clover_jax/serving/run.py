@@ -193,7 +193,7 @@ class _Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse bytes that are not HTTP, in the form of all other refusals."""
-        # After the beginning of another answer there is no place for this one.
+        # After the beginning of another answer this one has no place.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(ApiError(msg).body()).encode()
             headers = [

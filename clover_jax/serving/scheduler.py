@@ -168,7 +168,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting: FairQueue[_Job] = FairQueue()
         self._running: dict[int, _Job] = {}  # by slot
-        self._begun: dict[int, _Job] = {}  # those of the steps whose tokens come next
+        self._begun: dict[int, _Job] = {}  # in the steps whose tokens come next
         self._joining: list[_Job] = []  # out of the queue, and not yet in a slot
         self._cancelled: set[_Job] = set()  # their slots are freed next
         self._is_closing = False

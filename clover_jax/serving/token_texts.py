@@ -85,7 +85,7 @@ class TokenPlaces:
     """Where each token of one text begins, in characters, as its tokens come.
 
     is_start: whether the first token begins the text, and does not continue another. Without a
-        tokenizer there is no text, and all tokens are at 0.
+        tokenizer nothing has a text, and all tokens are at 0.
     shows_special: whether special tokens are part of the text.
     """
 

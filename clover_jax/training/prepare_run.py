@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 SHARD_BYTES = 32 << 20  # what a killed run loses at most
 
 _COUNTED, _REST, _RESET = "\033[32m", "\033[2m", "\033[0m"
-# Where there are no colours; no chat template has these.
+# Without colors; chat templates do not have these.
 _OPEN, _CLOSE = "⟦", "⟧"
 
 

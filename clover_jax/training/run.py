@@ -308,7 +308,7 @@ def run_training(
 
 def _delete_run(workdir: Path) -> None:
     """Delete the files of an earlier run, and nothing else that is in the workdir."""
-    # Without recorded settings there is no run; --workdir may be mistyped.
+    # Without recorded settings nothing ran here; --workdir may be mistyped.
     if not (workdir / SETTINGS).exists():
         return
     # The settings last, so that an interrupted deletion can be repeated.
