@@ -101,8 +101,12 @@ def random_models(head, params, tree: TreeConfig) -> Models:
 def decode_all(engine, base_params, draft_params, prompts, max_new_tokens, eos_ids=()):
     """Decode all prompts by an engine and return the generations in order."""
     requests = [Request(i, p, max_new_tokens, eos_ids) for i, p in enumerate(prompts)]
-    rows = [p.row for p in engine.stream(base_params, draft_params, requests) if p.done]
-    return sorted(rows, key=lambda row: row.index)
+    return finished(engine.stream(base_params, draft_params, requests))
+
+
+def finished(updates):
+    """Return the generations of a stream in order."""
+    return sorted((each.row for each in updates if each.done), key=lambda row: row.index)
 
 
 def decoded(drafter, tree, prompts, max_new_tokens, config=TINY, base=None, **options):

@@ -1,7 +1,9 @@
-"""What every test of the generate command shares."""
+"""What every test of the generate command shares, and a list of the programs that ran."""
 
 import json
+from typing import Any, NamedTuple
 
+import jax
 import pytest
 
 from clover_jax import generate
@@ -55,3 +57,37 @@ def decode(command, prompts_file, tmp_path):
         return status, rows_in(output)
 
     return run
+
+
+class Chunk(NamedTuple):
+    """A call of a program: what made it, from which config, for a state of which structure."""
+
+    maker: str
+    config: Any
+    state: Any
+
+
+@pytest.fixture
+def chunks(monkeypatch, fresh_programs):
+    """Every chunk of steps that ran, in order."""
+    from clover_jax.decoding import programs
+
+    ran = []
+
+    def note(name):
+        real = getattr(programs, name)
+
+        def compiled(config, *rest):
+            program = real(config, *rest)
+
+            def call(weights, state, *arguments):
+                ran.append(Chunk(name, config, jax.tree.structure(state)))
+                return program(weights, state, *arguments)
+
+            return call
+
+        monkeypatch.setattr(programs, name, compiled)
+
+    note("compile_chunk")
+    note("compile_masked_step")
+    return ran

@@ -23,6 +23,7 @@ from tests.tiny_models import (
     TINY,
     decode_all,
     decoded,
+    finished,
     random_base,
     random_head,
     random_prompts,
@@ -314,8 +315,7 @@ def test_a_base_with_delta_nets_reads_every_prompt_from_its_beginning():
         Request(index, prompt, room, eos, shares_prompt=index == 5)
         for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
     ]
-    updates = together.stream(random_base(base), drafter[1], requests)
-    rows = sorted((each.row for each in updates if each.done), key=lambda row: row.index)
+    rows = finished(together.stream(random_base(base), drafter[1], requests))
     for row, text, room in zip(rows, texts, rooms, strict=True):
         end = next((i + 1 for i, token in enumerate(text) if token in eos), room)
         assert row.output_ids == text[: min(end, room)]

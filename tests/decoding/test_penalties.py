@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from clover_jax.checkpoints.loading import load_base
-from clover_jax.decoding import programs
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import NO_TOKEN, RowPenalties, empty_sampling, penalize, warp
@@ -17,7 +16,15 @@ from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, Sampling
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from tests.decoding.reference import _logits
-from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts, texts_of
+from tests.tiny_models import (
+    SMALL_TREE,
+    TINY,
+    finished,
+    random_base,
+    random_head,
+    random_prompts,
+    texts_of,
+)
 from tests.torch_pairs import SHAPE, random_ids, save_random_model
 
 RULES = SamplingConfig("greedy", penalized=True)
@@ -35,8 +42,7 @@ def requests(**more):
 
 
 def decode(engine, rows):
-    done = engine.stream(random_base(), random_head()[1], rows)
-    return sorted((update.row for update in done if update.done), key=lambda row: row.index)
+    return finished(engine.stream(random_base(), random_head()[1], rows))
 
 
 def penalized(logits, prompt, answer, repetition, frequency, presence):
@@ -110,10 +116,10 @@ def test_repetition_penalty_is_transformers_s(tree, tmp_path):
     head, params = random_head(base.config, "lookup") if tree != "none" else (None, {})
     engine = Engine(base.config, head, parse_tree(tree), RULES)
     request = Request(0, prompt, 40, params=SamplingParams(repetition_penalty=1.3))
-    (row,) = [u.row for u in engine.stream(base.params, params, [request]) if u.done]
+    (row,) = finished(engine.stream(base.params, params, [request]))
     assert prompt + row.output_ids == wanted[0].tolist()
     plain = dataclasses.replace(request, params=SamplingParams())
-    (other,) = [u.row for u in engine.stream(base.params, params, [plain]) if u.done]
+    (other,) = finished(engine.stream(base.params, params, [plain]))
     assert other.output_ids != row.output_ids
 
 
@@ -130,30 +136,18 @@ def test_min_p_is_transformers_s(min_p):
     np.testing.assert_allclose(jax.nn.softmax(given), jax.nn.softmax(wanted), atol=1e-6)
 
 
-def test_rows_without_penalties_run_the_programs_of_an_engine_without(monkeypatch, fresh_programs):
-    run, real = [], programs.compile_chunk
-
-    def noted(config, *rest):
-        program = real(config, *rest)
-
-        def call(weights, state, *arguments):
-            run.append((config, jax.tree.structure(state)))
-            return program(weights, state, *arguments)
-
-        return call
-
-    monkeypatch.setattr(programs, "compile_chunk", noted)
+def test_rows_without_penalties_run_the_programs_of_an_engine_without(chunks):
     texts, head = [], random_head()[0]
     for penalized_ in (False, True):
         sampling = SamplingConfig("lossless", penalized=penalized_)
         engine = Engine(TINY, head, parse_tree("chain:3"), sampling, adapts=True, batch_size=2)
         texts.append(decode(engine, requests()[4:])[0].output_ids)
     assert texts == [expected()[4]] * 2
-    assert len(set(run)) == 1
-    assert run[0][0].sampling == GREEDY
+    assert len(set(chunks)) == 1
+    assert chunks[0].config.sampling == GREEDY
     # Beside rows with penalties it has the same text by the other program.
     assert texts_of(decode(engine, requests())) == expected()
-    assert any(config.sampling.penalized for config, _ in run)
+    assert any(one.config.sampling.penalized for one in chunks)
 
 
 @pytest.mark.parametrize(

@@ -503,8 +503,6 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
         ({"stop": ["a", 5]}, r"stop must be strings, not \('a', 5\)"),
         ({"stop": ("",)}, "a stop string is empty"),
         ({"context_overflow": "nope"}, "context_overflow 'nope' is not one of error, "),
-        ({"temperature": 1e39}, r"temperature \(1e\+39\) must be 3\.40282e\+38 or less"),
-        ({"temperature": float("nan")}, r"temperature \(nan\) must be 0 or more"),
         ({"top_k": -1}, r"top_k \(-1\) must be 1 or more, or 0 for all tokens"),
         ({"top_p": 0.0}, r"top_p \(0.0\) must lie in \(0, 1\]"),
     ],

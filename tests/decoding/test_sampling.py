@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding import accept, programs
+from clover_jax.decoding import accept
 from clover_jax.decoding.accept import accept_typical
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import (
@@ -33,6 +33,7 @@ from tests.tiny_models import (
     SMALL_TREE,
     TINY,
     decoded,
+    finished,
     random_base,
     random_head,
     random_prompts,
@@ -268,9 +269,7 @@ def sampled_texts(tree, sampling, head, batch_size):
         Request(i, prompt, 20, params=SamplingParams(0.7 * (i % 2), 30 * (i % 3)), seed=100 + i)
         for i, prompt in enumerate(random_prompts(6, seed=2))
     ]
-    stream = engine.stream(random_base(), head and head[1], requests)
-    done = sorted((p.row for p in stream if p.done), key=lambda row: row.index)
-    return [row.output_ids for row in done]
+    return texts_of(finished(engine.stream(random_base(), head and head[1], requests)))
 
 
 TRUNCATED = SamplingConfig("lossless", truncate=True)
@@ -378,9 +377,7 @@ def requests(**changes):
 
 
 def decode(engine, rows):
-    """Return the rows in their order."""
-    done = engine.stream(random_base(), random_head()[1], rows)
-    return sorted((update.row for update in done if update.done), key=lambda row: row.index)
+    return finished(engine.stream(random_base(), random_head()[1], rows))
 
 
 def slow(request):
@@ -423,30 +420,18 @@ def test_drawn_text_is_plain_decoding_s(tree):
     assert 11 not in texts[2]
 
 
-def test_rows_without_a_bias_run_the_programs_of_an_engine_without(monkeypatch, fresh_programs):
-    run, real = [], programs.compile_chunk
-
-    def noted(config, *rest):
-        program = real(config, *rest)
-
-        def call(weights, state, *arguments):
-            run.append((config, jax.tree.structure(state)))
-            return program(weights, state, *arguments)
-
-        return call
-
-    monkeypatch.setattr(programs, "compile_chunk", noted)
+def test_rows_without_a_bias_run_the_programs_of_an_engine_without(chunks):
     texts, head = [], random_head()[0]
     for biased in (False, True):
         sampling = SamplingConfig("lossless", biased=biased)
         engine = Engine(TINY, head, parse_tree("chain:3"), sampling, adapts=True, batch_size=2)
-        texts.append([row.output_ids for row in decode(engine, requests()[4:])])
+        texts.append(texts_of(decode(engine, requests()[4:])))
     assert texts[0] == texts[1]
-    assert len({config.sampling for config, _ in run}) == len(set(run)) == 1
-    assert run[0][0].sampling == GREEDY
+    assert len({one.config.sampling for one in chunks}) == len(set(chunks)) == 1
+    assert chunks[0].config.sampling == GREEDY
     # Beside a row with a bias it has the same text by the other program.
     assert decode(engine, requests())[4].output_ids == texts[0][0]
-    assert any(config.sampling.biased for config, _ in run)
+    assert any(one.config.sampling.biased for one in chunks)
 
 
 def test_scores_are_those_of_the_base_itself():

@@ -6,13 +6,11 @@ import json
 import os
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from clover_jax import api
-from clover_jax.decoding import programs
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.grammars import Grammars, draft_chain, fill_masks, form_text
 from clover_jax.decoding.requests import Request
@@ -22,7 +20,7 @@ from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from tests.decoding.reference import _logits
 from tests.tiny_folders import SPEAKING
-from tests.tiny_models import SMALL_TREE, random_base, random_head, texts_of
+from tests.tiny_models import SMALL_TREE, finished, random_base, random_head, texts_of
 from tests.tiny_tokenizers import save_byte_level
 
 EOS = 1
@@ -60,8 +58,7 @@ def requests(**more):
 
 
 def decode(engine, rows):
-    done = engine.stream(random_base(BASE), random_head(BASE)[1], rows)
-    return sorted((update.row for update in done if update.done), key=lambda row: row.index)
+    return finished(engine.stream(random_base(BASE), random_head(BASE)[1], rows))
 
 
 def allowed(forms, form, ids):
@@ -186,27 +183,7 @@ def test_drawn_text_is_plain_constrained_decoding_s(forms):
     assert max(max(row.accepted, default=0) for row in rows[:3]) > 0
 
 
-def test_rows_without_a_form_run_the_programs_of_an_engine_without(
-    monkeypatch, fresh_programs, forms
-):
-    run = []
-
-    def noted(name):
-        real = getattr(programs, name)
-
-        def compiled(config, *rest):
-            program = real(config, *rest)
-
-            def call(weights, state, *arguments):
-                run.append((name, config, jax.tree.structure(state)))
-                return program(weights, state, *arguments)
-
-            return call
-
-        monkeypatch.setattr(programs, name, compiled)
-
-    noted("compile_chunk")
-    noted("compile_masked_step")
+def test_rows_without_a_form_run_the_programs_of_an_engine_without(chunks, forms):
     texts, head = [], random_head(BASE)[0]
     for masked in (False, True):
         sampling = SamplingConfig("lossless", masked=masked)
@@ -214,11 +191,11 @@ def test_rows_without_a_form_run_the_programs_of_an_engine_without(
         engine = Engine(BASE, head, parse_tree("chain:3"), sampling, **options)
         texts.append(decode(engine, requests()[3:4])[0].output_ids)
     assert texts[0] == texts[1]
-    assert len(set(run)) == 1
-    assert run[0][:2] == ("compile_chunk", dataclasses.replace(engine.config, sampling=GREEDY))
+    assert len(set(chunks)) == 1
+    assert chunks[0][:2] == ("compile_chunk", dataclasses.replace(engine.config, sampling=GREEDY))
     # Next to rows with a form it has the same text by the other programs.
     assert decode(engine, requests())[3].output_ids == texts[0]
-    assert {name for name, *_ in run} == {"compile_chunk", "compile_masked_step"}
+    assert {one.maker for one in chunks} == {"compile_chunk", "compile_masked_step"}
 
 
 def test_a_form_that_becomes_too_complex_ends_its_row_alone(forms):
