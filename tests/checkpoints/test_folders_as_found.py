@@ -30,17 +30,6 @@ from tests.tiny_models import TINY
 INDEX = "model.safetensors.index.json"
 
 
-@pytest.fixture
-def reference_dir(fixtures_dir):
-    return fixtures_dir / "clover2_reference" / "base"
-
-
-@pytest.fixture
-def folder(reference_dir, tmp_path):
-    """A copy of the reference base that a test may spoil."""
-    return copy_of(reference_dir, tmp_path / "base")
-
-
 def rename(folder, new_name):
     def edit(tensors):
         renamed = {new_name(name): value for name, value in tensors.items()}

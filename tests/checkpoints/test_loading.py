@@ -22,21 +22,10 @@ from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from experiments.tiny_base.base_folder import export_base
-from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
+from tests.tiny_checkpoints import assert_trees_equal, edit_json, edit_tensors
 from tests.tiny_tokenizers import save_byte_level
 
 QUERY = "model.layers.1.self_attn.q_proj.weight"
-
-
-@pytest.fixture
-def reference_dir(fixtures_dir):
-    return fixtures_dir / "clover2_reference" / "base"
-
-
-@pytest.fixture
-def folder(reference_dir, tmp_path):
-    """A copy of the reference base that a test may spoil."""
-    return copy_of(reference_dir, tmp_path / "base")
 
 
 def split_in_shards(folder, num_shards=3):

@@ -58,4 +58,4 @@ def test_several_processes_choose_no_tree(evaluate):
     run = start(2, *evaluate("out", "--tree=auto"))
     _, said = run.communicate()
     assert run.returncode == 2, said
-    assert "in one process, and here are 2" in said
+    assert "measures in one process, not in 2" in said

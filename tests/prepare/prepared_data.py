@@ -3,7 +3,10 @@
 import itertools
 from contextlib import closing
 
+import numpy as np
+
 from clover_jax.data.pipeline import PipelineConfig, make_pipeline
+from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import load_training_data
 from tests.tiny_folders import SPEAKING
@@ -26,3 +29,13 @@ def batches(samples, count=12, hidden_rows=None):
 def load(spec, base_folder, names=()):
     tokenizer = load_tokenizer(base_folder)
     return load_training_data(str(spec), tokenizer, SPEAKING.vocab_size, SEQ_LEN, names)
+
+
+def assert_same_samples(ours, others):
+    """Two folders have the same samples; activations may be those of another row of a batch."""
+    mine, theirs = (PreparedSamples(folder, ("pre_norm",)) for folder in (ours, others))
+    assert len(mine) == len(theirs)
+    for index in range(len(mine)):
+        np.testing.assert_array_equal(mine[index].tokens, theirs[index].tokens)
+        hidden = [samples.hidden(index)["pre_norm"] for samples in (mine, theirs)]
+        np.testing.assert_allclose(*hidden, atol=2e-6)

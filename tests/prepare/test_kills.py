@@ -5,13 +5,11 @@ import signal
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-from clover_jax.data.prepared import PreparedSamples
 from clover_jax.errors import UserError
 from tests.conftest import REPOSITORY, WARNINGS
-from tests.prepare.prepared_data import FLAGS, load
+from tests.prepare.prepared_data import FLAGS, assert_same_samples, load
 
 
 @pytest.mark.parametrize(
@@ -50,13 +48,7 @@ def test_a_killed_run_goes_on_where_it_was(command, base, data, prepared, tmp_pa
     status, _, err = command(**flags)
     assert status == 0, err
     assert kept.items() <= {path: path.stat().st_mtime_ns for path in kept}.items()
-    ours, whole = (PreparedSamples(folder, ("pre_norm",)) for folder in (tmp_path, prepared))
-    assert len(ours) == len(whole)
-    for index in range(len(ours)):
-        np.testing.assert_array_equal(ours[index].tokens, whole[index].tokens)
-        # A sample may have been read in another row of the batch.
-        hidden = [samples.hidden(index)["pre_norm"] for samples in (ours, whole)]
-        np.testing.assert_allclose(*hidden, atol=2e-6)
+    assert_same_samples(tmp_path, prepared)
 
 
 def test_a_finished_folder_is_left_alone_and_another_command_refused(command, base, data, prepared):

@@ -1,11 +1,9 @@
 """Real processes that read activations as one: the folder is that of one."""
 
-import numpy as np
 import pytest
 
-from clover_jax.data.prepared import PreparedSamples
 from tests.killed_processes import run_through_kills, start
-from tests.prepare.prepared_data import FLAGS
+from tests.prepare.prepared_data import FLAGS, assert_same_samples
 
 
 @pytest.fixture
@@ -62,12 +60,7 @@ def test_processes_that_are_killed_at_random_write_the_activations_of_one(prepar
 
     # Files of the same names. After a kill a sample may lie in another row, and rounds otherwise.
     assert sorted(contents(ours)) == sorted(contents(one))
-    mine, theirs = (PreparedSamples(folder, ("pre_norm",)) for folder in (ours, one))
-    assert len(mine) == len(theirs)
-    for index in range(len(mine)):
-        np.testing.assert_array_equal(mine[index].tokens, theirs[index].tokens)
-        hidden = [samples.hidden(index)["pre_norm"] for samples in (mine, theirs)]
-        np.testing.assert_allclose(*hidden, atol=2e-6)
+    assert_same_samples(ours, one)
 
 
 @pytest.mark.slow

@@ -167,11 +167,7 @@ def test_bad_requests_are_refused_and_harm_nobody(client, alone, path, table, go
 @pytest.mark.parametrize(
     ("content", "status", "said"),
     [
-        (b"{", 400, "not JSON"),
         (b"[]", 400, "must be a JSON object"),
-        (b'{"prompt": "\xff"}', 400, "not UTF-8"),
-        (b'{"prompt": NaN}', 400, "NaN is not a number"),
-        (b"[" * 100_000, 400, "nested too deeply"),
         (b'{"prompt": "' + b"a" * 2**20 + b'"}', 413, "longer than 1048576 bytes"),
     ],
 )

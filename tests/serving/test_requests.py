@@ -269,10 +269,7 @@ def test_another_model_is_not_found():
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"temperature": 1e39}, r"temperature \(1e\+39\) must be"),
         ({"temperature": -1}, r"temperature \(-1.0\) must be 0 or more"),
-        ({"top_p": 0}, r"top_p \(0.0\) must lie in \(0, 1\]"),
-        ({"min_p": 1.5}, r"min_p \(1.5\) must lie in 0 .. 1"),
         ({"frequency_penalty": -3}, r"frequency_penalty \(-3.0\) must lie in -2 .. 2"),
         ({"top_p": 1.5}, r"top_p \(1.5\) must lie in \(0, 1\]"),
     ],
