@@ -327,9 +327,5 @@ def gguf_tensors(values: Mapping[str, Any], architecture: str, folder: Path) -> 
     """Return how the weights of a folder that `gguf_folder` made are read, by its config."""
     table = read_json_object(folder / TABLE)["tensors"]
     heads = {"q": values["num_attention_heads"], "k": values["num_key_value_heads"]}
-    return GgufTensors(
-        architecture,
-        heads,
-        values.get("num_experts", 0),
-        {name: kind for name, (kind, _, _) in table.items()},
-    )
+    types = {name: kind for name, (kind, _, _) in table.items()}
+    return GgufTensors(architecture, heads, values.get("num_experts", 0), types)

@@ -33,6 +33,8 @@ from clover_jax.checkpoints.llama_kin import (
     GEMMA3,
     GEMMA3_MULTIMODAL,
     GRANITE,
+    OLMO2,
+    OLMO3,
     PHI3,
     QWEN3,
     QWEN3_VL,
@@ -41,7 +43,6 @@ from clover_jax.checkpoints.llama_kin import (
     parse_smollm3_config,
 )
 from clover_jax.checkpoints.llama_tensors import Family
-from clover_jax.checkpoints.olmo import OLMO2, OLMO3
 from clover_jax.checkpoints.quantized_config import Quantization, read_quantization
 from clover_jax.checkpoints.qwen_hybrids import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_NEXT
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config

@@ -50,23 +50,21 @@ def brings_one(base: BaseModel) -> bool:
 
 def mtp_leaves(config: MTPConfig) -> list[Leaf]:
     """Return where the tensors lie in the head's params."""
+    # Those of the layer are a one-layer base's.
+    base = BaseConfig(**vars(config.layer), vocab_size=config.vocab_size, num_layers=1)
+    of_layer = [leaf for leaf in hybrid_leaves(base) if leaf.path[0] == "layers_0"]
+    moved = [dataclasses.replace(leaf, path=("layer", *leaf.path[1:])) for leaf in of_layer]
+    layer = renamed(moved, lambda name: re.sub(r"^model\.", "mtp.", name))
+
     width = config.layer.hidden_size
     fc = Piece("mtp.fc.weight", (width, 2 * width), (width, 2, width), (1, 2, 0))
     return [
         Leaf(("fc",), (2, width, width), (fc,)),
         norm_leaf(("embedding_norm",), "mtp.pre_fc_norm_embedding", width),
         norm_leaf(("state_norm",), "mtp.pre_fc_norm_hidden", width),
-        *_layer_leaves(config),
+        *layer,
         norm_leaf(("output_norm",), "mtp.norm", width),
     ]
-
-
-def _layer_leaves(config: MTPConfig) -> list[Leaf]:
-    """Return the leaves of the layer, which are a one-layer base's."""
-    base = BaseConfig(**vars(config.layer), vocab_size=config.vocab_size, num_layers=1)
-    of_layer = [leaf for leaf in hybrid_leaves(base) if leaf.path[0] == "layers_0"]
-    moved = [dataclasses.replace(leaf, path=("layer", *leaf.path[1:])) for leaf in of_layer]
-    return renamed(moved, lambda name: re.sub(r"^model\.", "mtp.", name))
 
 
 def check_exportable(config: MTPConfig, base: BaseConfig) -> None:

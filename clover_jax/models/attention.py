@@ -263,16 +263,8 @@ def _read_rows(
         if groups:  # one after the other: they would be fused, and their scores stored side by side
             part, groups[-1] = jax.lax.optimization_barrier((part, groups[-1]))
         keys, ends, seen = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
-        groups.append(
-            _read(
-                part,
-                keys,
-                ends,
-                seen,
-                rules and dataclasses.replace(rules, positions=rules.positions[rows]),
-                policy,
-            )
-        )
+        near = rules and dataclasses.replace(rules, positions=rules.positions[rows])
+        groups.append(_read(part, keys, ends, seen, near, policy))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 
