@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
-from clover_jax.data.chat_templates import check_rendered, marked_answers, render_template
+from clover_jax.data.chat_templates import RowTemplate
 from clover_jax.data.forms import CALLS, WRITTEN, content_text
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Message, Record, Text, TokenRow, TokenTurns, Turn
@@ -138,19 +138,19 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     messages = [message for _, message in asked]
     are_learnt = [i not in record.unlearnt for i, one in asked if one["role"] == "assistant"]
 
-    marked = marked_answers(tokenizer, messages, record.source, record.variables)
+    template = RowTemplate(tokenizer, record.source, record.variables)
+    marked = template.marked_answers(messages)
     if marked is not None:
         text, spans = marked[0], [Span(*span) for span in marked[1]]
     else:
         # Each answer is rendered as the last message, then looked up in the whole conversation.
-        text = render_template(tokenizer, messages, False, record.source, record.variables)
-        spans = []
+        text, spans = template.render(messages, False), []
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                answer = _Answer(record, tokenizer, messages[: index + 1], len(spans) + 1)
+                answer = _Answer(template, messages[: index + 1], len(spans) + 1)
                 spans.append(answer.span_in(text, spans[-1].end if spans else 0))
 
-    check_rendered(tokenizer, messages, text, False, record.source, record.variables)
+    template.check(messages, text, False)
     if all(are_learnt):
         return text, spans
     if len(spans) != len(are_learnt):
@@ -175,20 +175,11 @@ class _Answer:
     answered: the text that ends with the answer and its end-of-turn marker.
     """
 
-    def __init__(
-        self,
-        record: Conversation,
-        tokenizer: PreTrainedTokenizerBase,
-        messages: list[Message],
-        number: int,
-    ):
+    def __init__(self, template: RowTemplate, messages: list[Message], number: int):
         def render(last: list[Message], ask: bool) -> str:
-            context = messages[:-1]
-            return render_template(
-                tokenizer, [*context, *last], ask, record.source, record.variables
-            )
+            return template.render([*messages[:-1], *last], ask)
 
-        self._source, self._content = record.source, content_text(messages[-1])
+        self._source, self._content = template.source, content_text(messages[-1])
         self._before = content_text(messages[-2]).strip()
         self.asked, self.answered = render([], True), render(messages[-1:], False)
         # Only then the answer is the text after what was asked.
@@ -348,9 +339,10 @@ def encode_prompt(
             f"{prompt.source}: the base has no tokenizer files; give prompt_ids instead of text"
         )
     elif prompt.is_conversation and tokenizer.chat_template is not None:
-        messages, variables = _messages(prompt, answers), prompt.variables
-        text = render_template(tokenizer, messages, True, prompt.source, variables)
-        check_rendered(tokenizer, messages, text, True, prompt.source, variables)
+        messages = _messages(prompt, answers)
+        template = RowTemplate(tokenizer, prompt.source, prompt.variables)
+        text = template.render(messages, True)
+        template.check(messages, text, True)
         # The template writes the special tokens of the start itself.
         ids = tokenizer(text, add_special_tokens=False).input_ids
     elif prompt.text is not None:

@@ -20,7 +20,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import clover_jax
 from clover_jax.data import template_worker
@@ -77,7 +77,8 @@ def with_chat_template(
         # A template may refuse this conversation, for want of a system's message perhaps.
         with contextlib.suppress(_Refusal):
             trial = [{"role": "user", "content": "Hello"}]
-            render_template(tokenizer, trial, True, f"--chat_template={name}" if name else "--base")
+            source = f"--chat_template={name}" if name else "--base"
+            RowTemplate(tokenizer, source).render(trial, True)
     return tokenizer
 
 
@@ -213,99 +214,97 @@ def _keys_in(row: Conversation | Prompt) -> Iterator[str]:
             yield from {key for part in message["content"] for key in part} - {"type", "text"}
 
 
-def render_template(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    ask: bool,
-    source: str,
-    variables: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the chat template's text of a conversation.
+class RowTemplate(NamedTuple):
+    """The chat template of a tokenizer, for the conversation of one row.
 
-    ask: whether the text ends where the assistant's next answer begins.
+    source: the row's place, for messages to the user.
     variables: what else the template may read, tools for example.
-    Raises UserError, naming `source`, for what cannot be rendered within the limits.
+
+    Methods raise UserError, naming `source`, for what cannot be rendered within the limits. Their
+    `ask` is whether a text ends where the assistant's next answer begins.
     """
-    return _render(tokenizer, messages, ask, source, variables or {})["text"]
 
+    tokenizer: PreTrainedTokenizerBase
+    source: str
+    variables: Mapping[str, Any] = {}
 
-def marked_answers(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    source: str,
-    variables: Mapping[str, Any],
-) -> tuple[str, list[tuple[int, int]]] | None:
-    """Return the text, and the spans of it within {% generation %} blocks.
+    def render(self, messages: Sequence[Message], ask: bool) -> str:
+        """Return the template's text of a conversation."""
+        return self._reply(messages, ask)["text"]
 
-    None for a template without such blocks. Raises UserError as `render_template` does.
-    """
-    text = _template_for(tokenizer, variables, source)
-    if not re.search(r"\{%-?\s*generation\s*-?%\}", text):
-        return None
-    reply = _render(tokenizer, messages, False, source, variables, with_answers=True)
-    return reply["text"], [(start, end) for start, end in reply["answers"]]
+    def marked_answers(
+        self, messages: Sequence[Message]
+    ) -> tuple[str, list[tuple[int, int]]] | None:
+        """Return the text, and the spans of it within {% generation %} blocks; None without."""
+        if not re.search(r"\{%-?\s*generation\s*-?%\}", self._text()):
+            return None
+        reply = self._reply(messages, False, with_answers=True)
+        return reply["text"], [(start, end) for start, end in reply["answers"]]
 
+    def check(self, messages: Sequence[Message], text: str, ask: bool) -> None:
+        """Raise UserError where a text leaves out a message that is not the assistant's.
 
-def check_rendered(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    text: str,
-    ask: bool,
-    source: str,
-    variables: Mapping[str, Any],
-) -> None:
-    """Raise UserError where a template's text leaves out a message that is not the assistant's.
+        Templates skip roles that they do not know without a word.
+        """
+        for index, message in enumerate(messages):
+            content = content_text(message).strip()
+            # A template may rewrite what a tool says: then the text changes with it.
+            if message["role"] == "assistant" or not content or content in text:
+                continue
+            others = [*messages[:index], *messages[index + 1 :]]
+            try:
+                is_lost = self.render(others, ask) == text
+            except _Refusal:
+                is_lost = False
+            if is_lost:
+                raise UserError(
+                    f"{self.source}: the base's chat template leaves out message {index}, of the "
+                    f"role {shown(message['role'])}; give another --chat_template, or leave it out"
+                )
 
-    Templates skip roles that they do not know without a word.
-    """
-    for index, message in enumerate(messages):
-        content = content_text(message).strip()
-        # A template may rewrite what a tool says: then the text changes with it.
-        if message["role"] == "assistant" or not content or content in text:
-            continue
-        others = [*messages[:index], *messages[index + 1 :]]
-        try:
-            is_lost = render_template(tokenizer, others, ask, source, variables) == text
-        except _Refusal:
-            is_lost = False
-        if is_lost:
+    def _reply(
+        self, messages: Sequence[Message], ask: bool, with_answers: bool = False
+    ) -> dict[str, Any]:
+        """Return the reply of the rendering process: text, and perhaps spans of answers."""
+        text, special = self._text(), self.tokenizer.special_tokens_map
+        has_parts = any(isinstance(message.get("content"), list) for message in messages)
+        # A template that prints a list as Python writes it gets one text, as servers do.
+        if has_parts and not _reads_parts(text, json.dumps(special, default=str)):
+            messages = [
+                {**one, "content": content_text(one)}
+                if isinstance(one.get("content"), list)
+                else one
+                for one in messages
+            ]
+        request = {
+            **special,
+            **self.variables,
+            "conversations": [list(messages)],
+            "chat_template": text,
+            "add_generation_prompt": ask,
+            "now": _RENDERER.now,
+            "return_assistant_tokens_mask": with_answers,
+        }
+        reply = _RENDERER.render(request, self.source)
+        if not is_text(reply["text"]):
             raise UserError(
-                f"{source}: the base's chat template leaves out message {index}, of the role "
-                f"{shown(message['role'])}; give another --chat_template, or leave it out"
+                f"{self.source}: the conversation holds half a character, as \\ud83d alone is"
             )
+        return reply
 
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    ask: bool,
-    source: str,
-    variables: Mapping[str, Any],
-    with_answers: bool = False,
-) -> dict[str, Any]:
-    """Return the reply of the rendering process: text, and perhaps spans of answers."""
-    text = _template_for(tokenizer, variables, source)
-    special = tokenizer.special_tokens_map
-    has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    # A template that prints a list as Python writes it gets one text, as servers do.
-    if has_parts and not _reads_parts(text, json.dumps(special, default=str)):
-        messages = [
-            {**one, "content": content_text(one)} if isinstance(one.get("content"), list) else one
-            for one in messages
-        ]
-    request = {
-        **special,
-        **variables,
-        "conversations": [list(messages)],
-        "chat_template": text,
-        "add_generation_prompt": ask,
-        "now": _RENDERER.now,
-        "return_assistant_tokens_mask": with_answers,
-    }
-    reply = _RENDERER.render(request, source)
-    if not is_text(reply["text"]):
-        raise UserError(f"{source}: the conversation holds half a character, as \\ud83d alone is")
-    return reply
+    def _text(self) -> str:
+        """Return the text of the template that a conversation with these variables goes through."""
+        # As transformers: of several templates, the one for conversations with or without tools.
+        text = template = self.tokenizer.chat_template
+        if isinstance(template, dict):
+            has_tools = self.variables.get("tools") is not None and "tool_use" in template
+            text = template.get("tool_use" if has_tools else "default")
+        if not isinstance(text, str):
+            raise UserError(
+                f"{self.source}: the base's chat template must be a text, or several with one "
+                f"named default, not {shown(template)}; give another --chat_template"
+            )
+        return text
 
 
 @functools.lru_cache(maxsize=8)
@@ -324,23 +323,6 @@ def _reads_parts(template: str, special_tokens: str) -> bool:
         of_text, of_parts = (_RENDERER.render(request, "--base")["text"] for request in requests)
         return of_text == of_parts
     return False
-
-
-def _template_for(
-    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, Any], source: str
-) -> str:
-    """Return the text of the template that a conversation with these variables goes through."""
-    # As transformers: of several templates, the one for conversations with or without tools.
-    text = template = tokenizer.chat_template
-    if isinstance(template, dict):
-        has_tools = variables.get("tools") is not None and "tool_use" in template
-        text = template.get("tool_use" if has_tools else "default")
-    if not isinstance(text, str):
-        raise UserError(
-            f"{source}: the base's chat template must be a text, or several with one named "
-            f"default, not {shown(template)}; give another --chat_template"
-        )
-    return text
 
 
 class _Refusal(UserError):

@@ -64,7 +64,7 @@ VARIABLES = (
     *("tools", "documents", "enable_thinking", "reasoning_effort", "builtin_tools"),
     *("custom_tools", "tools_in_user_message", "date_string", "model_identity"),
 )
-# What `render_template` passes itself.
+# What `RowTemplate` passes itself.
 _RESERVED = ("messages", "conversations", "chat_template", "add_generation_prompt", "now")
 
 

@@ -12,9 +12,9 @@ import pytest
 from clover_jax import cli, prepare
 from clover_jax.data import chat_templates
 from clover_jax.data.chat_templates import (
+    RowTemplate,
     clock_identity,
     frozen_clock,
-    render_template,
     template_notice,
     with_chat_template,
 )
@@ -81,13 +81,13 @@ def test_a_template_renders_as_in_transformers(tmp_path, template):
     with_chat_template(tokenizer, None if template == TRICKS else template)
     for ask in (True, False):
         theirs = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=ask)
-        assert render_template(tokenizer, QUESTION, ask, "f") == theirs
+        assert RowTemplate(tokenizer, "f").render(QUESTION, ask) == theirs
 
 
 def test_of_several_templates_the_default_is_used(tmp_path):
     tokenizer = load_tokenizer(save_byte_level(tmp_path))
     tokenizer.chat_template = {"tool_use": "no", "default": "yes"}
-    assert render_template(with_chat_template(tokenizer, None), QUESTION, True, "f") == "yes"
+    assert RowTemplate(with_chat_template(tokenizer, None), "f").render(QUESTION, True) == "yes"
 
 
 ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
@@ -130,9 +130,9 @@ def test_a_row_that_breaks_the_limits_fails_alone(tmp_path):
         ask = [{"role": "user", "content": size}]
         if expected is None:
             with pytest.raises(UserError, match="f:2: the base's chat template takes more than"):
-                render_template(tokenizer, ask, True, "f:2")
+                RowTemplate(tokenizer, "f:2").render(ask, True)
         else:
-            assert render_template(tokenizer, ask, True, "f") == expected
+            assert RowTemplate(tokenizer, "f").render(ask, True) == expected
 
 
 def test_a_template_without_end_is_left_by_an_interrupt(tmp_path):
@@ -188,16 +188,16 @@ def test_a_template_reads_one_time_in_a_run_and_in_what_follows_it(
     tokenizer.chat_template = DATED
     record = tmp_path / "record.json"
     with frozen_clock(record):
-        text = render_template(tokenizer, QUESTION, True, "f")
+        text = RowTemplate(tokenizer, "f").render(QUESTION, True)
         record.write_text(json.dumps({"identity": clock_identity(tokenizer)}))
     assert text.startswith(yesterday)
     monkeypatch.undo()
     with frozen_clock(tmp_path / "missing.json", record):
-        assert render_template(tokenizer, QUESTION, True, "f") == text
+        assert RowTemplate(tokenizer, "f").render(QUESTION, True) == text
     # Without a run, as in the server, it is the clock's.
-    assert not render_template(tokenizer, QUESTION, True, "f").startswith(yesterday)
+    assert not RowTemplate(tokenizer, "f").render(QUESTION, True).startswith(yesterday)
     with frozen_clock():
-        assert not render_template(tokenizer, QUESTION, True, "f").startswith(yesterday)
+        assert not RowTemplate(tokenizer, "f").render(QUESTION, True).startswith(yesterday)
         tokenizer.chat_template = "{{ messages }}"
         assert clock_identity(tokenizer) == {}
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from clover_jax.data.chat import encode_prompt, encode_record, render_chat
-from clover_jax.data.chat_templates import render_template, template_notice
+from clover_jax.data.chat_templates import RowTemplate, template_notice
 from clover_jax.data.forms import parse_row
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.tokenizer import load_tokenizer
@@ -229,10 +229,12 @@ def test_parts_are_what_a_template_makes_of_them_or_lines(tokenizer):
     with_template(tokenizer, GEMMA)
     expected = tokenizer.apply_chat_template(messages, tokenize=False)
     assert (
-        render_template(tokenizer, messages, False, "f") == expected == "<s><turn>user\nab<end>\n"
+        RowTemplate(tokenizer, "f").render(messages, False)
+        == expected
+        == "<s><turn>user\nab<end>\n"
     )
     with_template(tokenizer, PLAIN_ROLES)
-    assert render_template(tokenizer, messages, False, "f") == "[user]a \nb"
+    assert RowTemplate(tokenizer, "f").render(messages, False) == "[user]a \nb"
 
 
 @pytest.mark.parametrize(
