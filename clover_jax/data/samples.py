@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -107,6 +107,21 @@ class RecordSamples:
     def hidden(self, index: int) -> Mapping[str, np.ndarray]:
         """Return nothing: only prepared samples have activations."""
         return {}
+
+
+class Reading(NamedTuple):
+    """How records become samples: by a base's tokenizer, None where it has none, for its V.
+
+    seq_len: tokens of a row. eos_token_ids: the base's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    seq_len: int
+    eos_token_ids: tuple[int, ...] = ()
+
+    def samples(self, records: Sequence[Record]) -> RecordSamples:
+        return RecordSamples(records, *self)
 
 
 @dataclasses.dataclass

@@ -25,7 +25,7 @@ from clover_jax.data.records import (
     tell_unread,
 )
 from clover_jax.data.row_files import NOT_READ, Rows, ending, find_files, is_about_data, read_file
-from clover_jax.data.samples import RecordSamples, Samples, look_at
+from clover_jax.data.samples import Reading, Samples, look_at
 from clover_jax.data.tokenizer import template_hash, tokenizer_hash
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
@@ -62,12 +62,7 @@ class TrainingData(NamedTuple):
 
 
 def load_training_data(
-    spec: str,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    seq_len: int,
-    hidden_names: tuple[str, ...] = (),
-    eos_token_ids: tuple[int, ...] = (),
+    spec: str, reading: Reading, hidden_names: tuple[str, ...] = ()
 ) -> TrainingData:
     """Open the data; say on stderr what should be known of it.
 
@@ -75,7 +70,7 @@ def load_training_data(
     Raises UserError for data that cannot be understood, teach nothing, or are of another tokenizer.
     """
     if is_prepared(spec):
-        return _load_prepared(Path(spec).expanduser(), tokenizer, vocab_size, seq_len, hidden_names)
+        return _load_prepared(Path(spec).expanduser(), reading, hidden_names)
     if hidden_names:
         raise UserError(
             f"--data={spec} has no cached activations; make them with `prepare --features=...` and "
@@ -83,22 +78,18 @@ def load_training_data(
         )
 
     records = read_records(spec)
-    samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
+    samples = reading.samples(records.train)
     # Tokenising all would take as long as `prepare`; a look at some finds most mistakes.
     look_at(samples).judge(samples)
-    identity = sample_identity(data_hash(records.train), tokenizer)
+    identity = sample_identity(data_hash(records.train), reading.tokenizer)
     return TrainingData(samples, records.heldout, identity)
 
 
 def _load_prepared(
-    directory: Path,
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    seq_len: int,
-    hidden_names: tuple[str, ...],
+    directory: Path, reading: Reading, hidden_names: tuple[str, ...]
 ) -> TrainingData:
     samples = PreparedSamples(directory, hidden_names)
-    made_from = samples.made_from
+    made_from, tokenizer = samples.made_from, reading.tokenizer
 
     # The folder must hold the very samples that the raw data would give now. A base without
     # tokenizer files takes anybody's token ids.
@@ -116,16 +107,16 @@ def _load_prepared(
             "the --chat_template that it was prepared with, or prepare it again"
         )
     # A larger vocabulary than the folder's has all of its ids.
-    if made_from["vocab_size"] > vocab_size:
+    if made_from["vocab_size"] > reading.vocab_size:
         raise UserError(
             f"{directory} was prepared for a vocabulary of {made_from['vocab_size']} tokens and "
-            f"the base has {vocab_size}; give the base that it was prepared for, or prepare it "
-            "again"
+            f"the base has {reading.vocab_size}; give the base that it was prepared for, or "
+            "prepare it again"
         )
-    if made_from["seq_len"] != seq_len:
+    if made_from["seq_len"] != reading.seq_len:
         raise UserError(
-            f"{directory} was prepared with --seq_len={made_from['seq_len']}, not {seq_len}; give "
-            "that, or prepare the data again"
+            f"{directory} was prepared with --seq_len={made_from['seq_len']}, not "
+            f"{reading.seq_len}; give that, or prepare the data again"
         )
 
     identity = {

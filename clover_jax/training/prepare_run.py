@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from clover_jax.checkpoints.loading import describe_base, load_base
 from clover_jax.data.chat import Encoded
@@ -24,7 +24,7 @@ from clover_jax.data.prepared import (
 )
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Message, Record, Text, TokenRow, data_hash
-from clover_jax.data.samples import RecordSamples, SampleCounts, look_at
+from clover_jax.data.samples import Reading, RecordSamples, SampleCounts, look_at
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import Records, read_records, sample_identity
 from clover_jax.decoding.generate_run import decode_with_bar, memory_advice, open_rows, wants_color
@@ -53,21 +53,6 @@ SHARD_BYTES = 32 << 20  # what a killed run loses at most
 _COUNTED, _REST, _RESET = "\033[32m", "\033[2m", "\033[0m"
 # Without colors; chat templates do not have these.
 _OPEN, _CLOSE = "⟦", "⟧"
-
-
-class Reading(NamedTuple):
-    """How records become samples: by a base's tokenizer, None where it has none, for its V.
-
-    seq_len: tokens of a row. eos_token_ids: the base's.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None
-    vocab_size: int
-    seq_len: int
-    eos_token_ids: tuple[int, ...]
-
-    def samples(self, records: Sequence[Record]) -> RecordSamples:
-        return RecordSamples(records, *self)
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:

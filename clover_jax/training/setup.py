@@ -21,7 +21,7 @@ from clover_jax.config import BaseConfig, LossSpec, RopeConfig
 from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.pipeline import PipelineConfig
 from clover_jax.data.prepared import PreparedSamples
-from clover_jax.data.samples import RecordSamples, Samples
+from clover_jax.data.samples import Reading, RecordSamples, Samples
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.step import check_tree
@@ -258,14 +258,9 @@ def open_data(
     """
     # The activations that `prepare --features` must have kept; an online teacher needs none.
     names = stored_names(head.config.features) if settings.teacher == "cached" else ()
-    data = load_training_data(
-        settings.data,
-        tokenizer,
-        base.config.vocab_size,
-        settings.seq_len,
-        names,
-        base.config.eos_token_ids,
-    )
+    config = base.config
+    reading = Reading(tokenizer, config.vocab_size, settings.seq_len, config.eos_token_ids)
+    data = load_training_data(settings.data, reading, names)
     if not names:
         return data
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from clover_jax.data.pipeline import PipelineConfig, make_pipeline
 from clover_jax.data.prepared import PreparedSamples
+from clover_jax.data.samples import Reading
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import load_training_data
 from tests.tiny_folders import SPEAKING
@@ -27,8 +28,8 @@ def batches(samples, count=12, hidden_rows=None):
 
 
 def load(spec, base_folder, names=()):
-    tokenizer = load_tokenizer(base_folder)
-    return load_training_data(str(spec), tokenizer, SPEAKING.vocab_size, SEQ_LEN, names)
+    reading = Reading(load_tokenizer(base_folder), SPEAKING.vocab_size, SEQ_LEN)
+    return load_training_data(str(spec), reading, names)
 
 
 def assert_same_samples(ours, others):

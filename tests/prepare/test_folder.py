@@ -13,7 +13,7 @@ from clover_jax.checkpoints.loading import load_base
 from clover_jax.cli.command_flags import parse_flags
 from clover_jax.data import prepared as prepared_folder
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
-from clover_jax.data.samples import SampleCounts
+from clover_jax.data.samples import Reading, SampleCounts
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import load_training_data
 from clover_jax.errors import UserError
@@ -39,7 +39,8 @@ def test_the_identity_names_all_that_samples_depend_on(base, data, prepared):
     assert set(raw.identity) == {"data", "tokenizer", "chat_template"}
     tokenizer = load_tokenizer(base)
     tokenizer.chat_template += "{# edited #}"
-    edited = load_training_data(str(data), tokenizer, SPEAKING.vocab_size, SEQ_LEN).identity
+    reading = Reading(tokenizer, SPEAKING.vocab_size, SEQ_LEN)
+    edited = load_training_data(str(data), reading).identity
     assert {name for name in edited if edited[name] != raw.identity[name]} == {"chat_template"}
     assert load(prepared, base, ("pre_norm",)).identity["activations"]
 
@@ -179,7 +180,7 @@ def test_samples_of_other_settings_are_refused_with_both(base, prepared):
         ((own, size, 32), "prepared with --seq_len=64, not 32"),
     ):
         with pytest.raises(UserError, match=message):
-            load_training_data(str(prepared), *given)
+            load_training_data(str(prepared), Reading(*given))
 
 
 def test_a_prepared_folder_among_others_is_not_read_as_raw_data(base, data, prepared):
