@@ -315,25 +315,7 @@ def test_biased_texts_are_distributed_as_plain_sampling_s(draft_sampling):
     assert p_value(texts, exact(*CUT, biased=True)) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("drafter", "tree", "draft_sampling"),
-    [
-        ("clover2", "small", "sampled"),
-        ("lookup", "copy:6", "topk"),
-        *(
-            pytest.param("clover2", *case, marks=pytest.mark.slow)
-            for case in (
-                *itertools.product(["chain:3", "small"], ["topk", "sampled"]),
-                ("small+copy:4", "topk"),
-            )
-        ),
-    ],
-)
-def test_penalized_texts_are_distributed_as_plain_sampling_s(drafter, tree, draft_sampling):
-    texts = sample(TREES[tree], draft_sampling, *WARM, drafter, penalized=True)
-    assert p_value(texts, exact(*WARM, penalized=True)) > 1e-3
-
-
+@pytest.mark.parametrize("rule", ["penalized", "masked"])
 @pytest.mark.parametrize(
     ("drafter", "tree", "draft_sampling"),
     [
@@ -349,9 +331,9 @@ def test_penalized_texts_are_distributed_as_plain_sampling_s(drafter, tree, draf
         ),
     ],
 )
-def test_masked_texts_are_distributed_as_plain_sampling_s(drafter, tree, draft_sampling):
-    texts = sample(TREES[tree], draft_sampling, *WARM, drafter, masked=True)
-    assert p_value(texts, exact(*WARM, masked=True)) > 1e-3
+def test_ruled_texts_are_distributed_as_plain_sampling_s(drafter, tree, draft_sampling, rule):
+    texts = sample(TREES[tree], draft_sampling, *WARM, drafter, **{rule: True})
+    assert p_value(texts, exact(*WARM, **{rule: True})) > 1e-3
 
 
 def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
