@@ -1,7 +1,7 @@
 """Convert a draft head between our draft directories and third-party layouts.
 
 The input is a draft directory, a training workdir, a hub id or a folder in an official layout,
-which is recognised; --to selects the layout to write:
+which is recognized; --to selects the layout to write:
 
   orbax         a draft directory of this program
   clover2       the official Clover-2 layout

@@ -6,7 +6,7 @@ rotate with the config's `rope_theta`, or with 10 000 without it.
 EAGLE-1 and -2: `embed_tokens` is a copy of the base's input embedding; output matrix and final norm
 are the base's own and not stored. EAGLE's readers build `fc` with a bias unless the config has
 `"bias": false`. vLLM builds it without a bias and fails on a stored one. SGLang always builds it
-with a bias and does not initialise a missing one. SGLang has its own name for the class, and its
+with a bias and does not initialize a missing one. SGLang has its own name for the class, and its
 field `bias` means biases of q, k, v and o, all of them or none. Either folder is read back as an
 EAGLE head.
 

@@ -64,7 +64,7 @@ def recognise(directory: Path) -> Layout:
     if values.get("model_type") == "medusa":
         return medusa.VLLM
 
-    # The others have a Llama config, so they are recognised by the names of their tensors.
+    # The others have a Llama config, so they are recognized by the names of their tensors.
     names = TensorFiles(directory).shapes
     # An EAGLE-3 head over the whole vocabulary may lack d2t, but every one has `midlayer`.
     if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:

@@ -226,7 +226,7 @@ def _check_tokenizer(directory: Path, vocab_size: int) -> None:
 
 
 # Each with its model_type, for a config.json that names no architecture. Vicuna and the Llama
-# versions 1 to 3.3 are all LlamaForCausalLM; the first Baichuan 7B is spelt with a capital C.
+# versions 1 to 3.3 are all LlamaForCausalLM; the first Baichuan 7B is spelled with a capital C.
 _FAMILIES = (
     ("LlamaForCausalLM", "llama", Family(parse_llama_config)),
     ("MistralForCausalLM", "mistral", Family(parse_mistral_config)),

@@ -301,7 +301,7 @@ def load_draft(
     """Load a draft for a base.
 
     source: a native draft directory, a training workdir (its best/, else its draft/), or a folder
-        or hub id in a third-party layout, recognised by its config.json and tensor names.
+        or hub id in a third-party layout, recognized by its config.json and tensor names.
     allow_base_mismatch: use it even if it was trained for another base of the same widths.
     rope_theta: rotary base for a third-party layout that does not store it.
     Raises UserError naming the part that is missing, broken or does not fit.

@@ -36,7 +36,7 @@ class Span(NamedTuple):
 def encode_record(
     record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> Encoded:
-    """Tokenise one record.
+    """Tokenize one record.
 
     Text begins as the tokenizer begins a text (BOS for most) and ends with EOS if the document
     ends. Conversations go through the chat template; without one, every message ends in a newline,
@@ -156,7 +156,7 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     if len(spans) != len(are_learnt):
         raise UserError(
             f"{record.source}: the base's chat template marks {len(spans)} answers of "
-            f"{len(are_learnt)}, so the ones not to be learnt cannot be told apart; give another "
+            f"{len(are_learnt)}, so the ones not to be learned cannot be told apart; give another "
             "--chat_template"
         )
     return text, list(itertools.compress(spans, are_learnt))
@@ -261,7 +261,7 @@ class _Answer:
 
     def _span_with_another_end(self, text: str) -> Span:
         """Find the answer where only the last one ends in the marker that a model writes."""
-        # gpt-oss ends past turns in another marker, which is not learnt as it is never generated.
+        # gpt-oss ends past turns in another marker, which is not learned as it is never generated.
         both = zip(self.answered, text, strict=False)
         same = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
         content = self._content.strip()
@@ -280,7 +280,7 @@ class _Answer:
 def _encode_rendered(
     text: str, spans: list[Span], tokenizer: PreTrainedTokenizerBase, is_plain: bool
 ) -> Encoded:
-    """Tokenise; a token is the assistant's when its last character is.
+    """Tokenize; a token is the assistant's when its last character is.
 
     (Its first may not be: a token may join a space before the answer to the answer's first word.)
     """

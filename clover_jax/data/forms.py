@@ -69,7 +69,7 @@ _RESERVED = ("messages", "conversations", "chat_template", "add_generation_promp
 
 
 class Messages(NamedTuple):
-    """Messages as chat templates read them, and the numbers of answers not to be learnt."""
+    """Messages as chat templates read them, and the numbers of answers not to be learned."""
 
     messages: tuple[Message, ...]
     unlearnt: tuple[int, ...] = ()
@@ -127,7 +127,7 @@ def _conversation(row: dict[str, Any], form: tuple[str, ...], source: str) -> Co
     """Return the conversation of a row without nulls."""
     messages, unlearnt = read_asked(row, form[0], source)
     if len(form) > 1:
-        # Answers within the prompt have been given, and are not learnt.
+        # Answers within the prompt have been given, and are not learned.
         given = tuple(i for i, one in enumerate(messages) if one["role"] == "assistant")
         answers = _side(row, form[1], "assistant", source)
         unlearnt = (*given, *(len(messages) + index for index in answers.unlearnt))
@@ -189,7 +189,7 @@ def read_messages(value: Any, place: str) -> Messages:
 
 
 def _message(item: Any, place: str) -> tuple[Message, bool]:
-    """Return a message, and whether it is learnt if it is the assistant's."""
+    """Return a message, and whether it is learned if it is the assistant's."""
     if not isinstance(item, dict):
         raise UserError(f"{place} must be an object with role and content, not {shown(item)}")
     message = {key: value for key, value in item.items() if value is not None}

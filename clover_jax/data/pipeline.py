@@ -60,7 +60,7 @@ def make_pipeline(
         .seed(config.seed)
         .shuffle()
         .repeat()
-        # Tokenising is far faster than training: one thread ahead is plenty.
+        # Tokenizing is far faster than training: one thread ahead is plenty.
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
     )
     # Cut before packing: a row has room for a piece of any sample.

@@ -1,4 +1,4 @@
-"""A folder that `prepare` made: tokenised samples, perhaps with a teacher's activations.
+"""A folder that `prepare` made: tokenized samples, perhaps with a teacher's activations.
 
 DIR/train.json    manifest of the training samples, shards train-00000.array_record ...
 DIR/heldout.json  the same for those that are never trained on

@@ -47,7 +47,7 @@ class Conversation:
     """Messages; the base is imitated on what the assistant says.
 
     variables: what else the chat template may read, tools for example.
-    unlearnt: numbers of the assistant's messages that the row wants not to be learnt.
+    unlearnt: numbers of the assistant's messages that the row wants not to be learned.
     """
 
     source: str
@@ -215,7 +215,7 @@ def parse_line(line: bytes, source: str) -> Any:
 
 
 def tell_unread(fields: collections.Counter[str], source: str) -> None:
-    """Say which fields of rows, labels apart, no command reads: they may be misspelt."""
+    """Say which fields of rows, labels apart, no command reads: they may be misspelled."""
     unread = [(name, count) for name, count in fields.most_common() if name not in LABELS]
     # Only the most frequent fields: other kinds of data may have hundreds.
     listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]

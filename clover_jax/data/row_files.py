@@ -28,7 +28,7 @@ NOT_READ = frozenset(
         *(".lz4", ".br", ".lzma", ".snappy", ".pdf", ".doc", ".docx"),
     )
 )
-# Files that tell of data: cards and licences, and what `datasets` writes next to its tables.
+# Files that tell of data: cards and licenses, and what `datasets` writes next to its tables.
 _CARDS = ("readme", "license", "licence", "citation", "notice", "changelog", "contributing")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 # Of a row, or of a list of rows, whole or torn.
@@ -99,7 +99,7 @@ def check_readable(path: Path) -> None:
 
 
 def is_about_data(path: Path) -> bool:
-    """Return whether a file tells of the data next to it: a card, a licence, metadata."""
+    """Return whether a file tells of the data next to it: a card, a license, metadata."""
     return path.stem.lower() in _CARDS or path.name in _METADATA
 
 

@@ -1,4 +1,4 @@
-"""Training samples by number, tokenised when they are read, and checks of what they hold.
+"""Training samples by number, tokenized when they are read, and checks of what they hold.
 
 `train` checks some samples of raw data, `prepare` all of them; both use the same limits.
 """
@@ -59,7 +59,7 @@ class Samples(Protocol):
 class RecordSamples:
     """Samples of records, in their order; long texts give one for each section.
 
-    refused: number of a sample -> why it cannot be tokenised. Such a sample is empty: one row that
+    refused: number of a sample -> why it cannot be tokenized. Such a sample is empty: one row that
         the chat template does not understand must not end a run that has begun.
     """
 
@@ -73,7 +73,7 @@ class RecordSamples:
         seq_len: int,
         eos_token_ids: Sequence[int] = (),
     ):
-        """Cut texts for rows of `seq_len` tokens; nothing is tokenised yet."""
+        """Cut texts for rows of `seq_len` tokens; nothing is tokenized yet."""
         self.sections: list[Record] = []
         for record in records:
             # A long document's sections are shuffled apart; a conversation is cut only later.
@@ -132,8 +132,8 @@ class SampleCounts:
     pieces: rows' worth of a sample at most, with a pair to learn from; what is trained on.
     conversations, cut: those with an end to be cut off, and how many are longer than a row.
     answered, ended: conversations with an answer, and those with one that ends in an EOS token.
-    without_answer: samples that nothing can be learnt from.
-    refused, reason: samples that cannot be tokenised, and what is wrong with the first.
+    without_answer: samples that nothing can be learned from.
+    refused, reason: samples that cannot be tokenized, and what is wrong with the first.
     """
 
     samples: int = 0
@@ -170,7 +170,7 @@ class SampleCounts:
         record, sample = samples.sections[index], samples[index]
         size, is_conversation = len(sample.tokens), not isinstance(record, Text)
         self.samples += 1
-        # `samples[index]` above has tokenised it, which is when a refusal is found.
+        # `samples[index]` above has tokenized it, which is when a refusal is found.
         if index in samples.refused:
             self.refused += 1
             self.reason = self.reason or samples.refused[index]
@@ -191,7 +191,7 @@ class SampleCounts:
         return sample
 
     def check(self, samples: RecordSamples, max_cut: float | None = None) -> None:
-        """Raise UserError where nothing can be learnt, or too many samples are refused or cut."""
+        """Raise UserError where nothing can be learned, or too many samples are refused or cut."""
         if self.refused > MAX_REFUSED * self.samples:
             raise UserError(
                 f"{self._part_of(samples)}{self.refused} of {self.samples} samples cannot be used, "

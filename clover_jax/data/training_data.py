@@ -79,7 +79,7 @@ def load_training_data(
 
     records = read_records(spec)
     samples = reading.samples(records.train)
-    # Tokenising all would take as long as `prepare`; a look at some finds most mistakes.
+    # Tokenizing all would take as long as `prepare`; a look at some finds most mistakes.
     look_at(samples).judge(samples)
     identity = sample_identity(data_hash(records.train), reading.tokenizer)
     return TrainingData(samples, records.heldout, identity)
@@ -178,7 +178,7 @@ def read_records(spec: str) -> Records:
             # Its shards are not text, and its regenerated rows would be trained on a second time.
             if is_prepared(part):
                 raise UserError(
-                    f"--data: {part} was made by `prepare`: it is tokenised already, and its files "
+                    f"--data: {part} was made by `prepare`: it is tokenized already, and its files "
                     "are not texts; give it to `train`, alone"
                 )
             others += _read_part(part, unread)
@@ -221,7 +221,7 @@ def _read_part(part: str, unread: collections.Counter[str]) -> list[Record]:
             records.append([Text(str(path), content)])
 
     left_out += files.left_out  # drops what was counted no time
-    # Next to rows, or to tables that are not read, a card is not what is to be learnt, nor is
+    # Next to rows, or to tables that are not read, a card is not what is to be learned, nor is
     # JSON without rows.
     if not files.is_named and (has_rows or left_out.keys() & NOT_READ):
         for index, path in texts.items():

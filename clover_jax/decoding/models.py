@@ -217,7 +217,7 @@ def check_names(spec: ModelSpec) -> None:
         if spec.copy:
             raise UserError(f"--copy={spec.copy} needs a draft; --draft=lookup drafts copies only")
     elif not needs_no_file(spec.draft):
-        # The head is found and recognised, but not opened, which needs the base.
+        # The head is found and recognized, but not opened, which needs the base.
         try:
             find_head(spec.draft, spec.draft_rope_theta)
         except UserError as error:
@@ -256,7 +256,7 @@ def _head_of(spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBas
 
 
 def fresh_head(name: str, base: BaseModel) -> Draft:
-    """Return a draft of shapes: a head as `train` would initialise it for this base."""
+    """Return a draft of shapes: a head as `train` would initialize it for this base."""
     # "random:KIND:NAME=VALUE,...", or the bare kind of a head without weights.
     kind, _, text = name.removeprefix(RANDOM).partition(":")
     options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)

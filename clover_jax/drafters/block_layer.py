@@ -8,7 +8,7 @@ the slots' never. With x = norm(h), in every layer
     h += after(mlp(before(x)))
 
 `before` and `after` are convolutions over the slots of the block. Their kernels follow x and are
-shared by g neighbouring channels; y is 0 before slot 0:
+shared by g neighboring channels; y is 0 before slot 0:
 
     conv(y)_k = sum_o (base[o] + (W x_k)[o]) * y_{k-o}   o = 0, 1
 
@@ -85,7 +85,7 @@ def convolve(
 ) -> Float[Array, "B T D"]:
     """Return sum_o (base[o] + kernel_k[o]) * y_{k-o} within blocks of `size` slots.
 
-    kernel: of each slot, one entry for D / g neighbouring channels.
+    kernel: of each slot, one entry for D / g neighboring channels.
     """
     batch, _, width = y.shape
     blocks, total = y.reshape(batch, -1, size, width), jnp.zeros_like(y)

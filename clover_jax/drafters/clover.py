@@ -63,7 +63,7 @@ from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import RMSNorm, matrix_init, rms_norm
 
-NOISE = 0.01  # standard deviation of the initialisation noise; ours, the paper gives none
+NOISE = 0.01  # standard deviation of the initialization noise; ours, the paper gives none
 METHOD_LOSS = LossSpec(hard_ce=1.0, decay=0.8)
 REGRESSIVE_BLOCKS = ("attention_decoder", "mlp", "none")
 
@@ -268,7 +268,7 @@ def make_config(
 
 
 def init_from_base(config: CloverConfig, params: Params, base_params: Params, rng: Array) -> Params:
-    """Initialise so that the head starts as its Augmenting Block, a copy of the base's last layer.
+    """Initialize so that the head starts as its Augmenting Block, a copy of the base's last layer.
 
     Queries and keys are the identity plus Gaussian noise, values zero. Residual blocks start at
     zero, the one in the decoder's place as well.

@@ -49,7 +49,7 @@ from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import RMSNorm, matrix_init
 
-NOISE = 0.01  # width of the release's uniform initialisation noise
+NOISE = 0.01  # width of the release's uniform initialization noise
 METHOD_LOSS = LossSpec(regression=10.0, soft_ce=1.0, decay=0.7)
 ORDERS = ("decoder_first", "block_first")
 INITS = ("identity", "paper")
@@ -244,7 +244,7 @@ def make_config(
 def init_from_base(
     config: Clover2Config, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Initialise as the config's `init` says.
+    """Initialize as the config's `init` says.
 
     "identity": the head starts as the base. The Augmenting Block's layers read as the base's last
     ones and add nothing at first. The state passes the final norm once, in trunk_norm; every matrix

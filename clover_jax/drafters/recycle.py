@@ -11,7 +11,7 @@ The original takes the k most probable tokens of each slot. A greedy step has no
 so here it is the first of them, and older ones stay behind it.
 
 There is one table for each row, empty where its prompt begins: a row's text and its accepted
-lengths never depend on its neighbours. A table of all rows would know more, and take less memory.
+lengths never depend on its neighbors. A table of all rows would know more, and take less memory.
 """
 
 from __future__ import annotations

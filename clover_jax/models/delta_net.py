@@ -246,7 +246,7 @@ def unit_inverse(lower: Float[Array, "*b T T"]) -> Float[Array, "*b T T"]:
     """Return the inverse of I + a strictly lower triangular matrix, by products of matrices.
 
     A library's solver is a call that a mesh cannot split, and slow for many small matrices. Each
-    step joins the inverses P and Q of two neighbouring blocks on the diagonal; with C below the
+    step joins the inverses P and Q of two neighboring blocks on the diagonal; with C below the
     first, the inverse of both is [[P, 0], [-Q C P, Q]]. For keys of length 1 and strengths up to 1
     every part is as bounded as the rule itself, so rounding does not grow.
     """

@@ -134,7 +134,7 @@ def parts_of_rows(batch: PyTree, count: int, mesh: AnyMesh | None) -> PyTree:
     """
 
     def split(leaf: Array) -> Array:
-        # Neighbours, which lie on one device, go to different parts.
+        # Neighbors, which lie on one device, go to different parts.
         parts = jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
         if mesh is None:
             return parts

@@ -104,7 +104,7 @@ class Answering(Response):
                     for index, update in enumerate(updates)
                 ]
         except BaseExceptionGroup as errors:
-            # The first has cancelled the others.
+            # The first has canceled the others.
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -152,7 +152,7 @@ class _EventWriter:
             await self._write(body, is_last)
 
     async def comment_while_silent(self) -> None:
-        """Write a comment whenever nothing was written for a while; until it is cancelled."""
+        """Write a comment whenever nothing was written for a while; until it is canceled."""
         with contextlib.suppress(_Gone):  # the next event finds that too
             while True:
                 before = self._num_written

@@ -106,7 +106,7 @@ class _Job:
 class _Iteration(NamedTuple):
     """What all processes do next.
 
-    freed: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
+    freed: slots of canceled rows. joined: requests to add. num_chunks: most chunks of prompts to
     read. num_steps: most steps to decode. compiles: whether it only compiles programs.
     """
 
@@ -338,7 +338,7 @@ class Scheduler:
             if self._uncompiled and not self._is_busy:
                 return _Iteration([], self._uncompiled[:1], 2, 1, compiles=True)
 
-            # The slots of cancelled rows are free for the jobs that wait.
+            # The slots of canceled rows are free for the jobs that wait.
             freed = [slot for slot, job in self._running.items() if job in self._cancelled]
             self._cancelled.clear()
             num_free = self._slots.num_free + len(freed)

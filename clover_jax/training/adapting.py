@@ -10,7 +10,7 @@ costs a forward over ROWS texts a step, and what the head learns is always the p
 an update, activations of older ones would be of no use. It also gives the head a prompt's
 activations, and no program of decoding changes.
 
-Only accepted tokens are learnt from. A rejected node's noise is drawn with again in the next step,
+Only accepted tokens are learned from. A rejected node's noise is drawn with again in the next step,
 at the same position: a head that had seen it would not be independent of it.
 """
 
@@ -221,7 +221,7 @@ class Adapter:
 
         The latest texts wait: the head is judged on them before it learns from them.
         """
-        # Full but for what waits: else the first texts would be learnt again and again.
+        # Full but for what waits: else the first texts would be learned again and again.
         texts, size = self.state.texts, len(self.state.tokens)
         if self._every is None:
             is_due = self.spent + self._last <= BUDGET * self.decoded
@@ -260,7 +260,7 @@ class Adapter:
         return batch if self._mesh is None else place_rows(batch, self._mesh)
 
     def _keep_or_take_back(self, base_params: Params, batch: Batch) -> None:
-        """Compare the head with the one that is kept, on texts that neither has learnt from."""
+        """Compare the head with the one that is kept, on texts that neither has learned from."""
         state = self.state
         heads = state.train.params, state.kept
         ours, kept = [float(self._judge(self._greedy, head, base_params, batch)) for head in heads]
@@ -288,7 +288,7 @@ def adapting(models: Models, folder: str | None) -> Iterator[Adapter | None]:
         try:
             yield adapter
         finally:
-            # Also after an interruption: what was learnt is kept.
+            # Also after an interruption: what was learned is kept.
             adapter.save()
             state, where = adapter.state, place / DRAFT
             say(

@@ -82,7 +82,7 @@ class DecodingEvaluator:
         tokens, forwards: the sums behind tau. measured_with: only taus with equal values compare.
         Raises Interrupted when `stop` is set meanwhile.
         """
-        # As a user will decode: in the base's dtype, not in the optimiser's.
+        # As a user will decode: in the base's dtype, not in the optimizer's.
         dtype = self._base.dtype
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         # Equality is promised in float32, which accelerators multiply less exactly by default.

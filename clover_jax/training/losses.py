@@ -30,7 +30,7 @@ w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that co
 probability of x_{t+2+j} (0 outside of a reduced vocabulary), a = `dpace`, no gradient through w. w
 needs all positions of t, so logits are computed twice: once for w, once for the loss.
 
-A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
+A head with a reduced vocabulary is compared with p restricted to it and renormalized. A pair whose
 true token lies outside (EAGLE-3: whose most probable token of the base does, `proposable`) has
 S_i = V_i = H_i = 0 but stays in the divisor: any proposal is rejected there. It is a miss in the
 accuracy, which compares the best tokens of p and q. R_i counts everywhere.

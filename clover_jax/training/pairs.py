@@ -304,7 +304,7 @@ def _take_targets(operands: Operands, index: Int[Array, "r c"]) -> dict[str, Arr
         best = project(frozen.lm_head, states).argmax(axis=-1)
         proposable = to_draft(config, best) >= 0
 
-    # Over the tokens that the head can propose: for a reduced vocabulary p is renormalised.
+    # Over the tokens that the head can propose: for a reduced vocabulary p is renormalized.
     teacher = jax.nn.softmax(head_logits(config, frozen, states))
     return {
         "states": states,

@@ -1,4 +1,4 @@
-"""One run of `prepare`: read, preview or regenerate, tokenise, cache activations."""
+"""One run of `prepare`: read, preview or regenerate, tokenize, cache activations."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _write_split(
                 of_shard = SampleCounts()
 
     counts = SampleCounts.total(shard["counts"] for shard in writer.shards)
-    # Held-out samples are measured with, so nothing need be learnt from them.
+    # Held-out samples are measured with, so nothing need be learned from them.
     if manifest == TRAIN:
         counts.judge(samples, options.max_truncated)
     return writer.finish(counts=counts.to_dict())
@@ -212,7 +212,7 @@ def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_c
         if tokenizer is None:
             text = "".join(f"{token} " for token in sample.tokens[start:end])
         else:
-            # Decoders look at neighbours, so a part is what it adds to the whole.
+            # Decoders look at neighbors, so a part is what it adds to the whole.
             before, whole = (
                 str(tokenizer.decode(sample.tokens[:stop].tolist())) for stop in (start, end)
             )

@@ -392,7 +392,7 @@ def restore_or_init(
     restored = checkpoints.restore(with_shardings(shapes, placed), batches)
     if restored is not None:
         return restored
-    # Without out_shardings the optimiser's state would lie on one device.
+    # Without out_shardings the optimizer's state would lie on one device.
     init = jax.jit(init_state, static_argnums=(0, 2), out_shardings=placed)
     return _as_the_base_brings_it(config, base, init(config, base.params, seed)), 0
 

@@ -34,7 +34,7 @@ _EARLIER_LOSS_FLAGS = {
 # One for each heading of `--help`. What is measured may change when a run resumes.
 _data = functools.partial(setting, group="data")
 _head = functools.partial(setting, group="head")
-_optimiser = functools.partial(setting, group="optimiser")
+_optimizer = functools.partial(setting, group="optimizer")
 _loss = functools.partial(setting, group="loss")
 _memory = functools.partial(setting, group="memory")
 _measuring = functools.partial(setting, group="measuring", may_change=True)
@@ -56,7 +56,7 @@ class TrainSettings(ChatSettings, CommonSettings):
         "activations that `prepare --features` stored in --data",
         choices=("online", "cached"),
     )
-    steps: int = _optimiser(1000, "optimiser steps", least=1, may_change=True)
+    steps: int = _optimizer(1000, "optimizer steps", least=1, may_change=True)
     batch_size: int = _data(8, "rows per batch", least=1)
     seq_len: int = _data(512, "tokens per row; documents are packed into rows", least=2)
     gradient_accumulation_steps: int = _memory(
@@ -71,12 +71,12 @@ class TrainSettings(ChatSettings, CommonSettings):
         "gradient checkpointing of the head: less memory, more time, same values",
         may_change=True,
     )
-    learning_rate: float = _optimiser(1e-3, "peak learning rate; it decays to 0 at the last step")
-    warmup_steps: int = _optimiser(100, "steps of linear warmup to the peak learning rate")
-    schedule: str = _optimiser("linear", "decay of the learning rate", choices=("linear", "cosine"))
-    adam_b2: float = _optimiser(0.95, "AdamW's second-moment decay, beta 2")
-    weight_decay: float = _optimiser(0.01, "AdamW's weight decay")
-    clip_value: float = _optimiser(
+    learning_rate: float = _optimizer(1e-3, "peak learning rate; it decays to 0 at the last step")
+    warmup_steps: int = _optimizer(100, "steps of linear warmup to the peak learning rate")
+    schedule: str = _optimizer("linear", "decay of the learning rate", choices=("linear", "cosine"))
+    adam_b2: float = _optimizer(0.95, "AdamW's second-moment decay, beta 2")
+    weight_decay: float = _optimizer(0.01, "AdamW's weight decay")
+    clip_value: float = _optimizer(
         0.5, "each gradient value is clipped to this; 0 disables clipping"
     )
     drafter_options: str | None = _head(
@@ -248,7 +248,7 @@ class PrepareOptions:
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")
-        # Without a base to run, the data are only tokenised, on the host.
+        # Without a base to run, the data are only tokenized, on the host.
         if self.spec.mesh is not None and not self.runs_base:
             raise UserError(f"--mesh={self.spec.mesh} is for --regenerate and --features")
 

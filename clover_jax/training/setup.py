@@ -146,7 +146,7 @@ def most_frequent(
 class TrainInputs(NamedTuple):
     """What a run trains with.
 
-    step: the static part of a training step, head, optimiser and mesh included.
+    step: the static part of a training step, head, optimizer and mesh included.
     draft_vocab_coverage: share of the training data's tokens that the head can propose; None
         where that is the whole vocabulary.
     tree: what the head is decoded with.
@@ -291,7 +291,7 @@ def step_config(
 
 
 def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
-    """Return the optimiser's settings; a warm-up longer than the run is shortened to its length."""
+    """Return the optimizer's settings; a warm-up longer than the run is shortened to its length."""
     return OptimizerConfig(
         steps=settings.steps,
         learning_rate=settings.learning_rate,

@@ -45,9 +45,9 @@ KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """Settings of the optimiser; the defaults are the release's but for `steps`.
+    """Settings of the optimizer; the defaults are the release's but for `steps`.
 
-    steps: optimiser steps, warm-up included; the rate falls to 0 at the last.
+    steps: optimizer steps, warm-up included; the rate falls to 0 at the last.
     schedule: how it falls, one of SCHEDULES.
     clip_value: gradient values are clipped to [-clip_value, clip_value]; 0: not at all.
     """
@@ -105,8 +105,8 @@ class TrainState(struct.PyTreeNode):
     """What a step changes.
 
     params:    the head's, float32.
-    opt_state: the optimiser's.
-    step:      [] optimiser steps done.
+    opt_state: the optimizer's.
+    step:      [] optimizer steps done.
     key:       key data of the run; each step folds its number in.
     """
 
@@ -333,7 +333,7 @@ def accumulated_gradient(
 def train_step(
     config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
-    """Make one optimiser step; jitted by `make_train_step`."""
+    """Make one optimizer step; jitted by `make_train_step`."""
     # By the step's number, not split from step to step: a resumed run draws the same.
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     differentiate = accumulated_gradient if config.accumulation_steps > 1 else batch_gradient

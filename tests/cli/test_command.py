@@ -207,7 +207,7 @@ def test_help_leaves_rare_groups_to_help_all(capsys):
         assert cli.run(train.main, train.define_flags, [argument]) == 0
     short, whole = capsys.readouterr().out.split("usage: python -m ")[1:]
     groups = re.findall(r"^([a-z ]+):$", whole, re.MULTILINE)
-    assert {"data", "optimiser", "loss", "measuring", "memory", "common flags"} <= {*groups}
+    assert {"data", "optimizer", "loss", "measuring", "memory", "common flags"} <= {*groups}
     assert "--[no]remat" in whole
     assert "--[no]remat" not in short
     assert "more flags, rarely needed: --help=all" in short
