@@ -56,6 +56,18 @@ class Samples(Protocol):
         """Return name -> [n, ..] of sample `index`; asked for only where there are names."""
 
 
+class Reading(NamedTuple):
+    """How records become samples: by a base's tokenizer, None where it has none, for its V.
+
+    seq_len: tokens of a row. eos_token_ids: the base's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    seq_len: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
 class RecordSamples:
     """Samples of records, in their order; long texts give one for each section.
 
@@ -65,32 +77,24 @@ class RecordSamples:
 
     hidden_names: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        records: Sequence[Record],
-        tokenizer: PreTrainedTokenizerBase | None,
-        vocab_size: int,
-        seq_len: int,
-        eos_token_ids: Sequence[int] = (),
-    ):
-        """Cut texts for rows of `seq_len` tokens; nothing is tokenized yet."""
-        self.sections: list[Record] = []
+    def __init__(self, records: Sequence[Record], reading: Reading):
+        """Cut texts for rows of the reading's length; nothing is tokenized yet."""
+        self.reading, self.sections = reading, list[Record]()
         for record in records:
             # A long document's sections are shuffled apart; a conversation is cut only later.
             if isinstance(record, Text):
-                self.sections += cut_text(record, CHARS_PER_TOKEN * seq_len)
+                self.sections += cut_text(record, CHARS_PER_TOKEN * reading.seq_len)
             else:
                 self.sections.append(record)
-        self.seq_len, self.eos_token_ids = seq_len, eos_token_ids
         self.refused: dict[int, str] = {}
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def __len__(self) -> int:
         return len(self.sections)
 
     def __getitem__(self, index: int) -> Encoded:
+        tokenizer, vocab_size = self.reading.tokenizer, self.reading.vocab_size
         try:
-            return encode_record(self.sections[index], self._tokenizer, self._vocab_size)
+            return encode_record(self.sections[index], tokenizer, vocab_size)
         except UserError as error:
             if index not in self.refused:
                 self.refused[index] = str(error)
@@ -107,21 +111,6 @@ class RecordSamples:
     def hidden(self, index: int) -> Mapping[str, np.ndarray]:
         """Return nothing: only prepared samples have activations."""
         return {}
-
-
-class Reading(NamedTuple):
-    """How records become samples: by a base's tokenizer, None where it has none, for its V.
-
-    seq_len: tokens of a row. eos_token_ids: the base's.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None
-    vocab_size: int
-    seq_len: int
-    eos_token_ids: tuple[int, ...] = ()
-
-    def samples(self, records: Sequence[Record]) -> RecordSamples:
-        return RecordSamples(records, *self)
 
 
 @dataclasses.dataclass
@@ -177,17 +166,19 @@ class SampleCounts:
 
         self.tokens += size
         self.counted += int(sample.loss_mask.sum())
-        self.pieces += len(learnable_pieces(sample.loss_mask, samples.seq_len))
+        self.pieces += len(learnable_pieces(sample.loss_mask, samples.reading.seq_len))
         self.without_answer += not sample.loss_mask.any()
         # A text is in sections anyway; what is cut off a conversation no longer sees its beginning.
         if is_conversation:
             self.conversations += 1
-            self.cut += size > samples.seq_len
+            self.cut += size > samples.reading.seq_len
             self.longest = max(self.longest, size)
             self.answered += bool(sample.loss_mask.any())
             # The last token of each run of tokens that count.
             is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
-            self.ended += bool(np.isin(sample.tokens[is_last], list(samples.eos_token_ids)).any())
+            self.ended += bool(
+                np.isin(sample.tokens[is_last], list(samples.reading.eos_token_ids)).any()
+            )
         return sample
 
     def check(self, samples: RecordSamples, max_cut: float | None = None) -> None:
@@ -216,7 +207,7 @@ class SampleCounts:
             raise UserError(
                 f"{self._part_of(samples)}{self.cut} of {self.conversations} conversations "
                 f"({100 * self.cut / self.conversations:.0f} %) are longer than "
-                f"--seq_len={samples.seq_len} and would be truncated (the longest has "
+                f"--seq_len={samples.reading.seq_len} and would be truncated (the longest has "
                 f"{self.longest} tokens), more than --max_truncated={max_cut:g} allows; raise one "
                 "of the two"
             )
@@ -233,13 +224,13 @@ class SampleCounts:
         if self.cut:
             lines.append(
                 f"{self.cut} of {self.conversations} conversations are longer than "
-                f"--seq_len={samples.seq_len} and are cut: each piece is trained without the text "
-                "before it"
+                f"--seq_len={samples.reading.seq_len} and are cut: each piece is trained without "
+                "the text before it"
             )
 
         # Without an end in any answer the template, or the base's config, is the likely mistake.
-        if self.answered and samples.eos_token_ids and not self.ended:
-            ids = ", ".join(map(str, sorted(samples.eos_token_ids)))
+        if self.answered and samples.reading.eos_token_ids and not self.ended:
+            ids = ", ".join(map(str, sorted(samples.reading.eos_token_ids)))
             lines.append(
                 f"no answer in {self.answered} conversations ends in an end-of-sequence token "
                 f"({ids}): the head will not learn to draft one; does the chat template end turns?"

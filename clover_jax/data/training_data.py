@@ -25,7 +25,7 @@ from clover_jax.data.records import (
     tell_unread,
 )
 from clover_jax.data.row_files import NOT_READ, Rows, ending, find_files, is_about_data, read_file
-from clover_jax.data.samples import Reading, Samples, look_at
+from clover_jax.data.samples import Reading, RecordSamples, Samples, look_at
 from clover_jax.data.tokenizer import template_hash, tokenizer_hash
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
@@ -78,7 +78,7 @@ def load_training_data(
         )
 
     records = read_records(spec)
-    samples = reading.samples(records.train)
+    samples = RecordSamples(records.train, reading)
     # Tokenizing all would take as long as `prepare`; a look at some finds most mistakes.
     look_at(samples).judge(samples)
     identity = sample_identity(data_hash(records.train), reading.tokenizer)

@@ -17,7 +17,7 @@ from clover_jax.checkpoints.base import BaseModel
 from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record, json_hash
-from clover_jax.data.samples import RecordSamples
+from clover_jax.data.samples import Reading, RecordSamples
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import AcceptedLengths, Generation, Request
 from clover_jax.decoding.tree_config import Tree, TreeConfig, portable_name
@@ -145,7 +145,7 @@ def evaluation_prompts(
     else:
         source = "the held-out part of --data"
         # Not cut to a row, and empty where its record is refused, as in training.
-        samples = RecordSamples(heldout, tokenizer, vocab_size, seq_len=sys.maxsize)
+        samples = RecordSamples(heldout, Reading(tokenizer, vocab_size, sys.maxsize))
         # Distinct prompts only. Samples are tokenized one by one, until there are enough.
         openings: dict[tuple[int, ...], None] = {}
         for index in range(len(samples)):

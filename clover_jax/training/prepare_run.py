@@ -90,7 +90,7 @@ def _run(options: PrepareOptions) -> dict[str, Any]:
 
     if options.preview:
         # Shown before they are judged: a user may look to find out why they are refused.
-        samples = reading.samples(records.train)
+        samples = RecordSamples(records.train, reading)
         show_samples(samples, options.preview_samples, tokenizer, sys.stdout)
         counts = look_at(samples)
         counts.judge(samples, options.max_truncated)
@@ -137,7 +137,7 @@ def _write_samples(records: Records, reading: Reading, options: PrepareOptions) 
     if options.regenerate:
         records = records._replace(train=read_answered(options.directory))
     # A look at some finds out in a second what reading all would find out in the end.
-    samples = reading.samples(records.train)
+    samples = RecordSamples(records.train, reading)
     look_at(samples).check(samples, options.max_truncated)
     # Training samples last: where their manifest is complete, all is there.
     _write_split(HELDOUT, records.heldout, reading, options)
@@ -164,7 +164,7 @@ def _write_split(
 
     # The writer knows which samples an earlier run has written.
     writer = ShardWriter(options.directory, manifest, made_from)
-    samples = reading.samples(records)
+    samples = RecordSamples(records, reading)
     if not writer.is_complete:
         total, done = len(samples), writer.num_records
         with progress_bar(total, manifest.removesuffix(".json"), "sample", initial=done) as bar:

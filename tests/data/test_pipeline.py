@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from clover_jax.data.pipeline import CutInPieces, PipelineConfig, _Numbered, make_pipeline
 from clover_jax.data.records import TokenRow
-from clover_jax.data.samples import RecordSamples
+from clover_jax.data.samples import Reading, RecordSamples
 
 CONFIG = PipelineConfig(batch_size=3, seq_len=16, seed=0)
 
@@ -27,7 +27,7 @@ def counting_rows(count=30, seed=0):
 @contextlib.contextmanager
 def pipeline(rows, config=CONFIG):
     with contextlib.closing(
-        iter(make_pipeline(RecordSamples(rows, None, 100_000, config.seq_len), config))
+        iter(make_pipeline(RecordSamples(rows, Reading(None, 100_000, config.seq_len)), config))
     ) as batches:
         yield batches
 
@@ -97,7 +97,7 @@ def test_the_cut_gives_the_docstrings_example():
 
 
 def test_every_token_knows_its_sample_and_its_place_there():
-    samples = RecordSamples(counting_rows(), None, 10_000, CONFIG.seq_len)
+    samples = RecordSamples(counting_rows(), Reading(None, 10_000, CONFIG.seq_len))
     numbered = _Numbered(samples)
     assert numbered[7]["sample"].tolist() == [7] * len(samples[7].tokens)
     assert numbered[7]["place"].tolist() == list(range(len(samples[7].tokens)))

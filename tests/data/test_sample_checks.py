@@ -3,7 +3,7 @@ import pytest
 from clover_jax.data.chat import encode_record
 from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.records import TokenRow
-from clover_jax.data.samples import RecordSamples, look_at
+from clover_jax.data.samples import Reading, RecordSamples, look_at
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from tests.data.conversations import conversation
@@ -33,7 +33,7 @@ def rows(*sizes):
 
 
 def look(records, seq_len=8, max_cut=0.05):
-    samples = RecordSamples(records, None, 100, seq_len)
+    samples = RecordSamples(records, Reading(None, 100, seq_len))
     counts = look_at(samples)
     counts.check(samples, max_cut)
     return counts
@@ -46,14 +46,14 @@ def test_samples_are_counted():
 
 def test_data_without_a_token_to_learn_are_refused():
     records = [conversation("f", (("user", "hi"),))] * 3
-    samples = RecordSamples([TokenRow("f", (1, 2), ())] * len(records), None, 10, 8)
+    samples = RecordSamples([TokenRow("f", (1, 2), ())] * len(records), Reading(None, 10, 8))
     with pytest.raises(UserError, match="none of the 6 tokens in 3 samples is an assistant's"):
         look_at(samples).check(samples)
 
 
 def test_all_data_are_looked_at_before_they_are_called_useless():
     records = [TokenRow("f", (1, 2), ())] * 199 + [TokenRow("f", (1,), (2, 3))]
-    counts = look_at(RecordSamples(records, None, 10, 8), count=4)
+    counts = look_at(RecordSamples(records, Reading(None, 10, 8)), count=4)
     assert (counts.counted, counts.pieces) == (2, 1)
 
 
@@ -66,7 +66,7 @@ def test_data_that_count_no_token_but_the_last_of_a_row_are_refused():
 def test_a_greeting_without_a_question_is_no_lost_answer(tmp_path):
     tokenizer = tokenizer_with(tmp_path, CHAT_TEMPLATE)
     records = [conversation("f", (("assistant", "hello"),)), conversation("f", ASK)]
-    samples = RecordSamples(records, tokenizer, 300, 64)
+    samples = RecordSamples(records, Reading(tokenizer, 300, 64))
     (line,) = look_at(samples).warnings(samples)
     assert line == "1 of 2 samples have no answer to learn from and are left out"
 
@@ -84,7 +84,7 @@ def test_a_template_that_leaves_the_answer_out_is_refused(tmp_path):
         "{% endfor %}"
     )
     tokenizer = tokenizer_with(tmp_path, template)
-    samples = RecordSamples([conversation("f", ASK)], tokenizer, 300, 64)
+    samples = RecordSamples([conversation("f", ASK)], Reading(tokenizer, 300, 64))
     with pytest.raises(UserError, match="all zero although the assistant says something"):
         look_at(samples).check(samples)
 
@@ -137,7 +137,7 @@ def test_a_conversation_that_a_template_rewrites_is_left_out_and_counted(tmp_pat
     tokenizer = tokenizer_with(tmp_path, BEGINNING)
     one_turn = conversation("f:1", (THOUGHT[0], THOUGHT[1]))
     records = [one_turn] * 40 + [conversation("f:41", THOUGHT)]
-    samples = RecordSamples(records, tokenizer, 300, 64)
+    samples = RecordSamples(records, Reading(tokenizer, 300, 64))
     counts = look_at(samples)
     counts.check(samples)
     assert (counts.refused, counts.samples) == (1, 41)
@@ -149,13 +149,13 @@ def test_a_conversation_that_a_template_rewrites_is_left_out_and_counted(tmp_pat
 
 def test_data_that_a_template_mostly_rewrites_are_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, BEGINNING)
-    samples = RecordSamples([conversation("f", THOUGHT)] * 3, tokenizer, 300, 64)
+    samples = RecordSamples([conversation("f", THOUGHT)] * 3, Reading(tokenizer, 300, 64))
     with pytest.raises(UserError, match="3 of 3 samples cannot be used, the first since f: the"):
         look_at(samples).check(samples)
 
 
 def test_a_count_of_some_samples_says_so():
-    samples = RecordSamples(rows(*[9] * 200), None, 100, 8)
+    samples = RecordSamples(rows(*[9] * 200), Reading(None, 100, 8))
     counts = look_at(samples)
     (line,) = counts.warnings(samples)
     assert line.startswith("67 of 200 samples were looked at: 67 of 67 conversations are longer")
@@ -165,7 +165,7 @@ def test_a_count_of_some_samples_says_so():
 
 @pytest.mark.parametrize("eos, is_said", [((99,), True), ((7,), False), ((), False)])
 def test_answers_without_an_end_are_said(eos, is_said):
-    samples = RecordSamples(rows(7, 6), None, 100, 8, eos_token_ids=eos)
+    samples = RecordSamples(rows(7, 6), Reading(None, 100, 8, eos_token_ids=eos))
     lines = look_at(samples).warnings(samples)
     expected = "no answer in 2 conversations ends in an end-of-sequence token (99)"
     assert [line.startswith(expected) for line in lines] == [True] * is_said

@@ -10,7 +10,7 @@ import pytest
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.config import LossSpec
 from clover_jax.data.records import TokenRow
-from clover_jax.data.samples import RecordSamples
+from clover_jax.data.samples import Reading, RecordSamples
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.training.settings import TrainSettings
@@ -128,7 +128,7 @@ def test_a_loss_and_settings_of_an_earlier_version_are_read_but_for_dropped_term
 def test_only_what_the_base_is_imitated_on_is_counted():
     config = dataclasses.replace(TINY, eos_token_ids=())
     records = [TokenRow("a", (1, 2), (3, 3, 4)), TokenRow("b", (3,), (0,))]
-    samples = RecordSamples(records, None, config.vocab_size, 32)
+    samples = RecordSamples(records, Reading(None, config.vocab_size, 32))
     head, _ = random_head(config, "medusa")
     base = BaseModel(config, {}, Path(), "random")
     for size, ids, coverage in ((1, (3,), 2 / 4), (2, (0, 3), 3 / 4), (4, (0, 1, 3, 4), 1)):
