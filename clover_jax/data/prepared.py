@@ -42,11 +42,6 @@ def is_prepared(spec: str) -> bool:
     return begun or manifest_path(folder / REGENERATED).is_file()
 
 
-def pack_sample(sample: Encoded) -> bytes:
-    """Return a sample's record."""
-    return pack({"tokens": sample.tokens, "loss_mask": sample.loss_mask})
-
-
 class PreparedSamples:
     """Training samples of a prepared folder, with the activations that are asked for."""
 
@@ -108,8 +103,7 @@ class PreparedSamples:
 
     def __getitem__(self, index: int) -> Encoded:
         """Read a sample; raises UserError where its bytes have changed."""
-        sample = self._samples[index]
-        return Encoded(sample["tokens"], sample["loss_mask"])
+        return Encoded(**self._samples[index])
 
     def hidden(self, index: int) -> dict[str, np.ndarray]:
         """Read a sample's activations; raises UserError where their bytes have changed."""

@@ -98,14 +98,10 @@ class RecordSamples:
         except UserError as error:
             if index not in self.refused:
                 self.refused[index] = str(error)
+                count = len(self.refused)
                 # Printed for 1, 10, 100 ... of them: the run goes on, and may be long.
-                if str(len(self.refused)).strip("0") == "1":
-                    count = len(self.refused)
-                    say(
-                        f"left out {count} samples: {error}"
-                        if count > 1
-                        else f"left out a sample: {error}"
-                    )
+                if str(count).strip("0") == "1":
+                    say(f"left out {'a sample' if count == 1 else f'{count} samples'}: {error}")
             return Encoded(np.zeros(0, np.int32), np.zeros(0, bool))
 
     def hidden(self, index: int) -> Mapping[str, np.ndarray]:

@@ -63,7 +63,6 @@ class _Clock:
     frozen: str | None = None
 
     def now(self) -> datetime.datetime:
-        """Return the time."""
         if self.frozen is None:
             return datetime.datetime.now()
         return datetime.datetime.fromisoformat(self.frozen)

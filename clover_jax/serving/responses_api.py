@@ -171,7 +171,6 @@ class ResponseAnswers(ChatAnswers):
         self._thought = ""
 
     def whole(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
-        """Return the response."""
         (progress,) = ended
         parts = self._split(0, progress, progress.turn.text or "")
         self._take([*parts, *self._split(0, progress, None)])

@@ -20,7 +20,7 @@ from clover_jax.data.prepared import (
     TRAIN,
     ShardWriter,
     in_shards,
-    pack_sample,
+    pack,
 )
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Message, Record, Text, TokenRow, data_hash
@@ -175,7 +175,7 @@ def _write_split(
                 for index in range(done, total):
                     sample = of_shard.add(samples, index)
                     bar.update()
-                    yield pack_sample(sample)
+                    yield pack(sample._asdict())
 
             for shard in in_shards(make_records(), SHARD_BYTES):
                 writer.write(shard, counts=of_shard.to_dict())

@@ -372,9 +372,7 @@ def _train(
         done = trainer.run(state, done)
 
         checkpoints.wait()  # a run has finished once its last checkpoint is on disk
-        # The measurement of the last step may have been interrupted: the next run makes it.
-        is_measured = inputs.evaluator is None or log.evaluated_at(done) is not None
-        return _report(workdir, settings, done, is_measured, measurement.best)
+        return _report(workdir, settings, done, measurement)
 
 
 def restore_or_init(
@@ -434,16 +432,12 @@ def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] |
 
 
 def _report(
-    workdir: Path,
-    settings: TrainSettings,
-    done: int,
-    is_measured: bool,
-    best: dict[str, Any] | None,
+    workdir: Path, settings: TrainSettings, done: int, measurement: Measurement
 ) -> dict[str, Any]:
-    """Return the run's report; the report of a finished run is also written to the workdir.
-
-    best: the row of the head in WORKDIR/best.
-    """
+    """Return the run's report; the report of a finished run is also written to the workdir."""
+    best = measurement.best
+    # The measurement of the last step may have been interrupted: the next run makes it.
+    is_measured = measurement.evaluator is None or measurement.log.evaluated_at(done) is not None
     finished = done == settings.steps and is_measured
     report: dict[str, Any] = {
         "workdir": str(workdir),

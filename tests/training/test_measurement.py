@@ -104,7 +104,8 @@ def test_a_tau_is_compared_with_those_of_the_same_prompts_and_tree_only(tmp_path
     best = measure(tmp_path, writer, {3: measured(2.5)}, done=2)
     others = {4: measured(1.0, "none"), 5: measured(1.1, "none")}
     best = measure(tmp_path, writer, others, done=3, best=best)
-    report = _report(tmp_path, TrainSettings(steps=6), 5, False, best)
+    kept = types.SimpleNamespace(evaluator=None, best=best)
+    report = _report(tmp_path, TrainSettings(steps=6), 5, kept)
     assert (report["best_step"], report["tau"]) == (5, 1.1)
     best = measure(tmp_path, writer, {6: measured(1.5)}, done=5, best=best)
     assert best["step"] == 6
