@@ -87,10 +87,10 @@ def encode_record(
     return encoded
 
 
-def _check_id(largest: int, vocab_size: int, source: str) -> None:
-    if largest >= vocab_size:
+def _check_id(id_: int, vocab_size: int, source: str) -> None:
+    if not 0 <= id_ < vocab_size:
         raise UserError(
-            f"{source}: token id {largest} is outside the base's vocabulary, 0 to {vocab_size - 1}"
+            f"{source}: token id {id_} is outside the base's vocabulary, 0 to {vocab_size - 1}"
         )
 
 
@@ -358,12 +358,8 @@ def encode_prompt(
     if not ids:
         raise UserError(f"{prompt.source}: the prompt is empty; give at least one token")
     # A row's own ids may be anything, and a tokenizer may know tokens that the base does not.
-    wrong = [id_ for id_ in (min(ids), max(ids)) if not 0 <= id_ < vocab_size]
-    if wrong:
-        raise UserError(
-            f"{prompt.source}: token id {wrong[0]} is outside the base's vocabulary, "
-            f"0 to {vocab_size - 1}"
-        )
+    for id_ in (min(ids), max(ids)):
+        _check_id(id_, vocab_size, prompt.source)
     return ids
 
 

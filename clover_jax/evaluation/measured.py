@@ -361,11 +361,8 @@ def sweep(
         # The rest of a step is a small difference, which noise may make negative.
         rest = max(ms["step"] - ms["draft"] - ms[f"verify {slots}"], 0.0)
         for count in nodes:
-            times = {
-                "plain": ms["plain"],
-                "verify": ms[f"verify {count + 1}"],
-                "draft": ms["draft"],
-            }
+            runs_of = {"plain": "plain", "verify": f"verify {count + 1}", "draft": "draft"}
+            times = {name: ms[run] for name, run in runs_of.items()}
             cell = {f"{name}_ms": round(each, 4) for name, each in times.items()}
             step = times["draft"] + times["verify"] + rest
             # A step as long as n plain ones must emit n tokens; one is the base's own.
