@@ -248,11 +248,11 @@ class TensorFiles:
             )
         # Broadcasting would hide a wrong shape.
         for name, shape in expected.items():
-            if self._tensors[name].shape != shape:
+            tensor = self._tensors[name]
+            if tensor.shape != shape:
                 raise UserError(
-                    f"{self._tensors[name].path}: tensor {name} has shape "
-                    f"{self._tensors[name].shape}; "
-                    f"config.json asks for {shape}"
+                    f"{tensor.path}: tensor {name} has shape {tensor.shape}; config.json asks for "
+                    f"{shape}"
                 )
 
         # An unknown tensor would be a part of the model that is silently left out.

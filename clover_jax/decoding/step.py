@@ -156,9 +156,8 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(
             f"tree {tree.name!r} is {depth} deep; this {config.kind} head drafts at most "
-            f"{config.max_depth} tokens, one for each position it was trained for: use "
-            f"clover4, chain:{config.max_depth} or dynamic:NODES:{config.max_depth}, or train more "
-            "positions"
+            f"{config.max_depth} tokens, one for each position it was trained for: use clover4, "
+            f"chain:{config.max_depth} or dynamic:NODES:{config.max_depth}, or train more positions"
         )
     # A node's children are the draft's top k tokens, and k cannot exceed its vocabulary.
     if tree.num_ranks > config.draft_vocab_size:

@@ -187,9 +187,8 @@ class DryRun:
             "--gradient_accumulation_steps, or --remat",
         }
         raise UserError(
-            f"a device would need {gigabytes(needed)} and has "
-            f"{gigabytes(self.device_memory)}; the largest part is {largest} with "
-            f"{gigabytes(self.bytes_per_device[largest])}: "
+            f"a device would need {gigabytes(needed)} and has {gigabytes(self.device_memory)}; the "
+            f"largest part is {largest} with {gigabytes(self.bytes_per_device[largest])}: "
             f"{advice.get(largest, 'split it over more devices with fsdp')}"
         )
 
