@@ -103,7 +103,6 @@ def frozen_clock(*recorded: Path) -> Iterator[None]:
     recorded: JSON files in which an earlier part of the run may have recorded its time.
     All processes of a run call it.
     """
-
     # Imported here: it loads JAX, which `--help` does not need.
     from clover_jax.runtime.distributed import from_primary
 

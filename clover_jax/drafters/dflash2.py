@@ -297,7 +297,6 @@ class DFlash2(Drafter):
 
 def kth_largest(logits: Float[Array, "*b V"], k: int) -> Float[Array, "*b"]:
     """Return the k-th of the different values that come first; -inf where there are fewer."""
-
     # By maxima: on a mesh `lax.top_k` gathers the logits of all rows.
     return jax.lax.fori_loop(
         0,

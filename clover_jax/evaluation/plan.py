@@ -169,7 +169,6 @@ class PassJournal:
 
         conditions, revision: of this session. Passes of other conditions (only) are dropped.
         """
-
         columns = {field.name for field in dataclasses.fields(TimedPass)}
 
         # A row of another version has other columns.
