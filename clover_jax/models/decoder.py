@@ -216,11 +216,15 @@ class DecoderLayer(nn.Module):
         normed = self.attention_norm(rows).reshape(x.shape)
         mixed, fresh = self.attention(normed, positions, mask, cache, length, attend, shared)
         rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
+
+        # An MLP, or experts, or both next to each other.
         given = self.mlp(self.mlp_norm(rows))
         if self.is_parallel:
             routed = self.experts(self.experts_norm(rows), rows)
             given = self.dense_post_norm(given) + self.experts_post_norm(routed)
         rows = rows + self.mlp_post_norm(given)
+
+        # Last what the layer knows of the token by itself.
         if of_token is not None:
             gate = activate(self.config.activation, contract("rd,dp->rp", rows, self.token_gate))
             gated = gate * of_token.reshape(gate.shape)
