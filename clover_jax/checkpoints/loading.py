@@ -292,9 +292,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         )
 
     values = read_config(path)
+    # An architecture that is not read is refused before what else its config has.
+    name, kind = architecture_of(values, path), values.get("model_type")
     # To the decoder all weights are plain: `TensorFiles` dequantizes them.
     quantization = read_quantization(values, path)
-    name, kind = architecture_of(values, path), values.get("model_type")
     family = ARCHITECTURES[name]
     if kind is not None and not {kind, None} & _TYPES_OF[name]:
         say(f"{path}: model_type {kind!r} is not that of {name}, as which it is read")
