@@ -50,6 +50,12 @@ _OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_
     *("global_head_dim", "num_global_key_value_heads", "per_layer_config"),
     *("bos_token_id", "eos_token_id"),
 }
+# Fields of published configs that we read under names that transformers' configs do not have.
+_OF_HYBRIDS = frozenset(
+    ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+)
+_OUR_FIELDS = {"qwen3_moe": frozenset(("num_experts",))}
+_OUR_FIELDS |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _OF_HYBRIDS)
 # Objects that describe the rotation, the one that wins first, and what they may hold.
 _ROPES = ("rope_scaling", "rope_parameters")
 _ROPE_FIELDS = frozenset(
@@ -100,7 +106,8 @@ def tell_unknown(
     if not kind or kind not in CONFIG_MAPPING:
         return
     objects = {**dict.fromkeys(_ROPES, _ROPE_FIELDS), **(further or {})}
-    known = CONFIG_MAPPING[kind]().to_dict().keys() | _OLDER_FIELDS | objects.keys()
+    ours = _OUR_FIELDS.get(kind, frozenset())
+    known = CONFIG_MAPPING[kind]().to_dict().keys() | _OLDER_FIELDS | ours | objects.keys()
     # As everywhere, null stands for a field that is not there.
     unknown = [name for name, x in values.items() if x is not None and name not in known]
     for outer, fields in objects.items():

@@ -14,6 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from clover_jax.array_types import LeafPath
 from clover_jax.checkpoints.llama_config import (
     check_count,
     parse_llama_config,
@@ -119,8 +120,14 @@ def with_experts(
     return dataclasses.replace(config, **experts, **changes)
 
 
-def expert_leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
-    """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
+def expert_leaves(
+    config: BaseConfig, module: str, names: tuple[str, str, str], stacked: bool = False
+) -> list[Leaf]:
+    """Return the base's leaves, with experts in the place of MLPs.
+
+    names: of an expert's gate, up and down, within the module.
+    stacked: whether a layer's experts are stored in two tensors, not one by one.
+    """
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
     # [in, out] of an expert's gate, up and down, as in our leaves.
     shapes = ((width, inner), (width, inner), (inner, width))
@@ -130,6 +137,9 @@ def expert_leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) 
     for index in sparse:
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
         leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
+        if stacked:
+            leaves += stacked_leaves(config, path, f"{prefix}.experts")
+            continue
         for ours, name, shape in zip(EXPERTS, names, shapes, strict=True):
             # Each expert is a stored matrix [out, in] of its own; one leaf holds them all.
             stored = (shape[::-1], shape[::-1], (1, 0))
@@ -138,6 +148,20 @@ def expert_leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) 
             )
             leaves.append(Leaf((*path, ours), (number, *shape), pieces))
     return leaves
+
+
+def stacked_leaves(config: BaseConfig, path: LeafPath, prefix: str) -> list[Leaf]:
+    """Return a layer's experts that are stored together: gates and ups in one tensor, and downs."""
+    number, width, inner = config.num_experts, config.hidden_size, config.expert_size
+    both = (number, 2 * inner, width), (number, inner, width), (0, 2, 1)
+    leaves = []
+    for side, ours in enumerate(EXPERTS[:2]):
+        part = (slice(None), slice(side * inner, (side + 1) * inner))
+        piece = Piece(f"{prefix}.gate_up_proj", *both, part=part)
+        leaves.append(Leaf((*path, ours), (number, width, inner), (piece,)))
+    shape = (number, width, inner)
+    down = Piece(f"{prefix}.down_proj", shape, shape, (0, 2, 1))
+    return [*leaves, Leaf((*path, EXPERTS[2]), (number, inner, width), (down,))]
 
 
 def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf]:

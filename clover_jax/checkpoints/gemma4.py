@@ -16,7 +16,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from clover_jax.checkpoints.expert_tensors import with_experts
+from clover_jax.checkpoints.expert_tensors import stacked_leaves, with_experts
 from clover_jax.checkpoints.llama_config import (
     FULL,
     SLIDING,
@@ -30,7 +30,7 @@ from clover_jax.checkpoints.llama_config import (
 )
 from clover_jax.checkpoints.llama_kin import beside_images
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves, norm_leaf
-from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.checkpoints.tensor_map import Leaf, transposed, whole
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import say
@@ -197,21 +197,14 @@ def gemma4_leaves(config: BaseConfig) -> list[Leaf]:
     leaves = base_leaves(config)
     if config.token_size:
         leaves += _token_leaves(config)
-    width, inner, number = config.hidden_size, config.expert_size, config.num_experts
+    width, number = config.hidden_size, config.num_experts
     for index in range(config.num_layers if number else 0):
         path, prefix = (f"layers_{index}", "experts"), f"model.layers.{index}."
 
         # The experts' matrices, then their router and its scales.
-        for side, ours in enumerate(("expert_gate", "expert_up")):
-            part = (slice(None), slice(side * inner, (side + 1) * inner))
-            stored = (number, 2 * inner, width), (number, inner, width), (0, 2, 1)
-            piece = Piece(f"{prefix}experts.gate_up_proj", *stored, part=part)
-            leaves.append(Leaf((*path, ours), (number, width, inner), (piece,)))
-        shape = (number, width, inner)
-        down = Piece(f"{prefix}experts.down_proj", shape, shape, (0, 2, 1))
+        leaves += stacked_leaves(config, path, f"{prefix}experts")
         router = f"{prefix}router"
         leaves += [
-            Leaf((*path, "expert_down"), (number, inner, width), (down,)),
             transposed((*path, "router"), f"{router}.proj.weight", (width, number)),
             whole((*path, "router_scale"), f"{router}.scale", (width,)),
             whole((*path, "expert_scale"), f"{router}.per_expert_scale", (number,)),

@@ -44,7 +44,13 @@ from clover_jax.checkpoints.llama_kin import (
 )
 from clover_jax.checkpoints.llama_tensors import Family
 from clover_jax.checkpoints.quantized_config import Quantization, read_quantization
-from clover_jax.checkpoints.qwen_hybrids import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_NEXT
+from clover_jax.checkpoints.qwen_hybrids import (
+    QWEN3_5,
+    QWEN3_5_IMAGES,
+    QWEN3_5_MOE,
+    QWEN3_5_MOE_IMAGES,
+    QWEN3_NEXT,
+)
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.checkpoints.sources import find_directory, found_below
 from clover_jax.checkpoints.tensor_files import TensorFiles
@@ -141,6 +147,10 @@ def open_base(source: str) -> BaseModel:
 def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, TensorFiles]:
     """Return the checked files of a checkpoint, which the files may correct."""
     files = TensorFiles(directory, checkpoint.quantization)
+    stacked = checkpoint.family.stacked
+    if stacked and any(name.endswith(".experts.gate_up_proj") for name in files.shapes):
+        family = dataclasses.replace(checkpoint.family, leaves=stacked)
+        checkpoint = checkpoint._replace(family=family, leaves=stacked(checkpoint.config))
     # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
     # config; some store the output matrix a second time although it is tied to the embedding.
     layers = str(checkpoint.config.num_layers)
@@ -250,6 +260,7 @@ _FAMILIES = (
     ("Qwen3_5ForCausalLM", "qwen3_5_text", QWEN3_5),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN3_5_IMAGES),
     ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN3_5_MOE),
+    ("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", QWEN3_5_MOE_IMAGES),
     ("Gemma2ForCausalLM", "gemma2", GEMMA2),
     ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
     # 4B and larger: the text part is read.
@@ -287,9 +298,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         )
 
     values = read_config(path)
+    # An architecture that is not read is refused before what else its config has.
+    name, kind = architecture_of(values, path), values.get("model_type")
     # To the decoder all weights are plain: `TensorFiles` dequantizes them.
     quantization = read_quantization(values, path)
-    name, kind = architecture_of(values, path), values.get("model_type")
     family = ARCHITECTURES[name]
     if kind is not None and not {kind, None} & _TYPES_OF[name]:
         say(f"{path}: model_type {kind!r} is not that of {name}, as which it is read")

@@ -120,14 +120,16 @@ def _parse_hybrid(values: dict[str, Any], path: Path) -> BaseConfig:
     )
 
 
-def hybrid_leaves(config: BaseConfig, fused: bool = False) -> list[Leaf]:
+def hybrid_leaves(config: BaseConfig, fused: bool = False, stacked: bool = False) -> list[Leaf]:
     """Return Llama's leaves with delta nets, experts, and the expert that tokens share.
 
     fused: whether a delta net's input matrices are stored in two, one key head after another, as in
         Qwen3-Next, or in four.
+    stacked: as for `expert_leaves`.
     """
-    names = ("gate_proj", "up_proj", "down_proj")
-    leaves = expert_leaves(config, "mlp", names) if config.num_experts else base_leaves(config)
+    names, leaves = ("gate_proj", "up_proj", "down_proj"), base_leaves(config)
+    if config.num_experts:
+        leaves = expert_leaves(config, "mlp", names, stacked)
     linear = [i for i in range(config.num_layers) if config.layer_at(i).delta]
     nets = {(f"layers_{index}", "attention") for index in linear}
     leaves = [leaf for leaf in leaves if leaf.path[:2] not in nets]
@@ -234,4 +236,12 @@ QWEN3_NEXT = Family(
 )
 QWEN3_5 = Family(parse_qwen3_5_config, hybrid_leaves, adjust_hybrid, _DRAFTS)
 QWEN3_5_IMAGES = beside_images(QWEN3_5, _IGNORED)
-QWEN3_5_MOE = Family(parse_qwen3_5_moe_config, hybrid_leaves, adjust_hybrid, _DRAFTS)
+# Published experts of a layer are stored together, those that transformers saves one by one.
+QWEN3_5_MOE = Family(
+    parse_qwen3_5_moe_config,
+    hybrid_leaves,
+    adjust_hybrid,
+    _DRAFTS,
+    stacked=functools.partial(hybrid_leaves, stacked=True),
+)
+QWEN3_5_MOE_IMAGES = beside_images(QWEN3_5_MOE, _IGNORED)

@@ -153,6 +153,14 @@ def test_what_no_llama_can_be_is_refused_by_name(read_fields, changes, message):
         read_fields(**changes)
 
 
+@pytest.mark.parametrize("fmt", ["float8_e4m3fn", "e4m3"])  # of MiniMax-M2, of DeepSeek-V3
+def test_an_architecture_is_refused_before_its_quantization(read_fields, capsys, fmt):
+    quantization = {"quant_method": "fp8", "fmt": fmt, "weight_block_size": [128, 128]}
+    with pytest.raises(UserError, match="architecture NewForCausalLM is not supported"):
+        read_fields(architectures=["NewForCausalLM"], quantization_config=quantization)
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_reads(read, architecture):
     # Of four layers a hybrid has both kinds.

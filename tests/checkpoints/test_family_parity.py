@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -159,6 +160,13 @@ FAMILIES = {
         | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
         | {"shared_expert_intermediate_size": 40},
     ),
+    "qwen3.5-moe with images, experts of a layer together": Family(
+        "Qwen3_5MoeText",
+        HYBRID
+        | {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        | {"shared_expert_intermediate_size": 40},
+        "published",
+    ),
     "qwen3-next, a dense layer": Family(
         "Qwen3Next",
         HYBRID
@@ -309,6 +317,28 @@ def repack_with_images(model, folder) -> Logits:
     return functools.partial(torch_logits, whole)
 
 
+def repack_published(model, folder) -> Logits:
+    """Qwen3.5-MoE as published: experts of a layer together, parts for images, a drafting layer."""
+    tensors, experts = load_file(folder / "model.safetensors"), range(model.config.num_experts)
+    for index in range(model.config.num_hidden_layers):
+        prefix = f"model.layers.{index}.mlp.experts."
+        gate, up, down = (
+            np.stack([tensors.pop(f"{prefix}{e}.{side}_proj.weight") for e in experts])
+            for side in ("gate", "up", "down")
+        )
+        tensors[f"{prefix}gate_up_proj"] = np.concatenate([gate, up], axis=1)
+        tensors[f"{prefix}down_proj"] = down
+    tensors = {re.sub(r"^model\.", "model.language_model.", n): x for n, x in tensors.items()}
+    for other in ("model.visual.pos_embed.weight", "mtp.fc.weight"):
+        tensors[other] = np.ones((4, 4), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    whole |= {"text_config": text, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return functools.partial(torch_logits, model)
+
+
 def repack_with_towers(model, folder) -> Logits:
     """Gemma 4: the text is a part of the model that is published."""
     import torch
@@ -377,7 +407,7 @@ def repack_choice(model, folder) -> Logits:
 REPACKS = {"mxfp4": repack_mxfp4, "rotary": repack_rotary, "alibi": repack_alibi}
 REPACKS |= {"normalized": repack_normalized, "multimodal": repack_multimodal}
 REPACKS |= {"with images": repack_with_images, "choice": repack_choice}
-REPACKS |= {"with towers": repack_with_towers}
+REPACKS |= {"with towers": repack_with_towers, "published": repack_published}
 
 
 def test_baichuan_2_stores_rows_of_any_length(make):

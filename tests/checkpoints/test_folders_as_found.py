@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from clover_jax.checkpoints.config_json import tell_unknown
 from clover_jax.checkpoints.layouts import LAYOUTS
 from clover_jax.checkpoints.loading import ARCHITECTURES, load_base, read_checkpoint
 from clover_jax.checkpoints.stored_head import load_draft
@@ -286,6 +287,20 @@ def test_fields_that_nobody_knows_are_named(folder, capsys):
         f"{folder}/config.json: 2 fields not read, unknown for llama: num_local_experts, "
         "unknown_key\n"
     )
+
+
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("qwen3_moe", {"num_experts": 8}),
+        ("qwen3_next", {"full_attention_interval": 4, "mtp_num_hidden_layers": 1}),
+        ("qwen3_5_text", {"full_attention_interval": 4, "mtp_use_dedicated_embeddings": False}),
+        ("qwen3_5_moe_text", {"full_attention_interval": 4, "mtp_num_hidden_layers": 1}),
+    ],
+)
+def test_fields_that_we_read_are_not_named(tmp_path, capsys, kind, fields):
+    tell_unknown(fields, tmp_path / "config.json", kind)
+    assert capsys.readouterr().err == ""
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0}
