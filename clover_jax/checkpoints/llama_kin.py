@@ -233,9 +233,22 @@ def beside_images(text: Family, ignored: str) -> Family:
     )
 
 
+def parse_mistral3_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Mistral 3 config into ours: the outer one says what is tied."""
+    tied = {"tie_word_embeddings": values.get("tie_word_embeddings", True)}
+    return parse_mistral_config(text_fields(values, path) | tied, path)
+
+
 GRANITE = Family(parse_granite_config, adjust=adjust_granite)
 QWEN3 = Family(parse_qwen3_config)
-QWEN3_VL = beside_images(QWEN3, r"model\.visual\..*|lm_head\.weight")
+QWEN3_VL = beside_images(QWEN3, r"model\.visual\..*")
+MISTRAL = Family(parse_mistral_config)
+# The text of a whole model in the older order of names, and the parts for images.
+_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+_NAMED_FIRST = functools.partial(base_leaves, prefix="language_model.")
+MISTRAL3 = dataclasses.replace(
+    beside_images(MISTRAL, _IMAGES), parse=parse_mistral3_config, leaves=_NAMED_FIRST
+)
 PHI3 = Family(
     parse_phi3_config,
     functools.partial(packed_leaves, names={"qkv": "qkv_proj", "gate_up": "gate_up_proj"}),
@@ -332,14 +345,7 @@ GEMMA2 = Family(
     lambda values, path: _parse_gemma(GEMMA2_DEFAULTS | values, path, every=2), adjust=adjust_gemma
 )
 GEMMA3 = Family(parse_gemma3_config, adjust=adjust_gemma)
-GEMMA3_MULTIMODAL = dataclasses.replace(
-    # The parts for images, and a second copy of the tied embedding.
-    beside_images(
-        GEMMA3,
-        r"(model\.)?(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
-    ),
-    leaves=functools.partial(base_leaves, prefix="language_model."),
-)
+GEMMA3_MULTIMODAL = dataclasses.replace(beside_images(GEMMA3, _IMAGES), leaves=_NAMED_FIRST)
 
 
 OLMO2_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "eos_token_id": 50_279, "mlp_bias": False}

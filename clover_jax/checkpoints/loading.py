@@ -33,12 +33,13 @@ from clover_jax.checkpoints.llama_kin import (
     GEMMA3,
     GEMMA3_MULTIMODAL,
     GRANITE,
+    MISTRAL,
+    MISTRAL3,
     OLMO2,
     OLMO3,
     PHI3,
     QWEN3,
     QWEN3_VL,
-    parse_mistral_config,
     parse_qwen2_config,
     parse_smollm3_config,
 )
@@ -156,7 +157,7 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, Te
     layers = str(checkpoint.config.num_layers)
     ignored = checkpoint.family.ignored.replace("<layers>", layers)
     harmless = [r".*\.rotary_emb\.inv_freq", ignored]
-    harmless += [r"lm_head\.weight"] * checkpoint.config.tie_word_embeddings
+    harmless += [r"(.*\.)?lm_head\.weight"] * checkpoint.config.tie_word_embeddings
     wanted = stored_shapes(checkpoint.leaves)
     files.check(
         wanted, harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless)
@@ -239,7 +240,7 @@ def _check_tokenizer(directory: Path, vocab_size: int) -> None:
 # versions 1 to 3.3 are all LlamaForCausalLM; the first Baichuan 7B is spelled with a capital C.
 _FAMILIES = (
     ("LlamaForCausalLM", "llama", Family(parse_llama_config)),
-    ("MistralForCausalLM", "mistral", Family(parse_mistral_config)),
+    ("MistralForCausalLM", "mistral", MISTRAL),
     ("Qwen2ForCausalLM", "qwen2", Family(parse_qwen2_config)),
     ("Qwen3ForCausalLM", "qwen3", QWEN3),
     ("BaiChuanForCausalLM", None, BAICHUAN),
@@ -255,6 +256,7 @@ _FAMILIES = (
     ("Glm4ForCausalLM", "glm4", GLM4),
     ("Glm4MoeForCausalLM", "glm4_moe", GLM4_MOE),
     # The text part is read.
+    ("Mistral3ForConditionalGeneration", "mistral3", MISTRAL3),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL),
     ("Qwen3NextForCausalLM", "qwen3_next", QWEN3_NEXT),
     ("Qwen3_5ForCausalLM", "qwen3_5_text", QWEN3_5),

@@ -281,6 +281,15 @@ def test_end_ids_next_to_gemma_4s_text_are_read_without_a_word(read_fields, caps
     assert "not read" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("outer, tied", [({}, True), ({"tie_word_embeddings": False}, False)])
+def test_mistral_3_is_tied_by_the_outer_config(read_fields, outer, tied):
+    text = MINIMAL | {"model_type": "mistral", "num_key_value_heads": 2}
+    text |= {"tie_word_embeddings": not tied}
+    outer = outer | dict.fromkeys(MINIMAL.keys() - outer, ...)
+    outer |= {"architectures": ["Mistral3ForConditionalGeneration"], "model_type": "mistral3"}
+    assert read_fields(**outer, text_config=text).tie_word_embeddings is tied
+
+
 def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
     sharing = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 5}
     window, full = "sliding_attention", "full_attention"

@@ -87,6 +87,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "mistral, a short window": Family("Mistral", {"sliding_window": WINDOW}),
     "mistral, no window": Family("Mistral", {"sliding_window": None, **NO_GROUPS}),
+    "mistral 3 with images": Family("Mistral", {"sliding_window": None}, "multimodal"),
     "qwen2": Family("Qwen2", {}),
     "qwen2, some layers with a window": Family(
         "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
@@ -284,13 +285,14 @@ def repack_normalized(model, folder) -> Logits:
 
 
 def repack_multimodal(model, folder) -> Logits:
-    """Gemma 3 of 4B and more: the text's fields and tensors are a part of the whole's."""
+    """Gemma 3 of 4B and more, Mistral 3: the text is a part of the whole, in fields and names."""
     tensors = load_file(folder / "model.safetensors")
     tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
     tensors["vision_tower.embeddings.position_embedding.weight"] = np.zeros((4, 4), np.float32)
     save_file(tensors, folder / "model.safetensors")
     text = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    name = "Gemma3" if model.config.model_type == "gemma3_text" else "Mistral3"
+    whole = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": text}
     (folder / "config.json").write_text(json.dumps(whole))
     return functools.partial(torch_logits, model)
 
