@@ -105,11 +105,15 @@ def _read_module(path: Path) -> str | None:
     """Read a module with "\\n" line ends, or None if it is not UTF-8, not Python, or a table."""
     try:
         text = path.read_text(encoding="utf-8").removeprefix("\ufeff")
-        # Its warnings are for its own author.
-        with warnings.catch_warnings(action="ignore"):
-            ast.parse(text)
+        parse_module(text)
     except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
         # Test libraries hold files that are broken on purpose; they teach no language.
         return None
     table_like = len(re.findall(r"[0-9\\]", text)) / len(text)
     return None if table_like > _MAX_TABLE_FRACTION else text
+
+
+def parse_module(text: str) -> ast.Module:
+    """Parse a module without the warnings that its own author should have seen."""
+    with warnings.catch_warnings(action="ignore"):
+        return ast.parse(text)
