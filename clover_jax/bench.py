@@ -29,7 +29,7 @@ class BenchSettings:
 
     batch_size: int = setting(1, "rows decoded at once", least=1)
     context: int | None = setting(
-        None, "positions already committed in every row [1024, or what fits]", least=1
+        None, "tokens already in each row's KV cache [1024, or what fits]", least=1
     )
     rounds: int = setting(15, "repetitions; the median is reported", least=3)
     force_accept: int | None = setting(

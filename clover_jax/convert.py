@@ -8,7 +8,7 @@ which is recognized; --to selects the layout to write:
   eagle         the official EAGLE-1 and -2 layout
   eagle_vllm    the same for vLLM's method "eagle", whose fc has no bias
   eagle_sglang  the same for SGLang, which has another name for it
-  eagle3        the official EAGLE-3 layout, which SGLang reads too
+  eagle3        the official EAGLE-3 layout, which SGLang and vLLM read too
   eagle3_tpu    the same for tpu-inference's JAX models
   dflash2       a DFlash 2 or DFlash head as vLLM, SGLang and llama.cpp read it
   mtp           the drafting layer of a Qwen3-Next or Qwen3.5, as its folder has it

@@ -92,7 +92,7 @@ class CommonSettings(BaseSettings):
 
     seed: int = setting(
         0,
-        "the seed of everything random",
+        "random seed",
         group=COMMON,
         most=2**32 - 1,  # JAX would drop higher bits
     )

@@ -1,10 +1,10 @@
 """Decode: continue one prompt on the terminal, or decode a file of prompts into a file of rows.
 
 With --draft several tokens are emitted at once: the draft head proposes, the base verifies, and the
-text is the base's own. Without it the same engine decodes plainly. Without --prompt and --prompts
-it continues the first prompt in the base's folder. Repeat a stopped command with the same --output
-to resume it. Several processes decode as one if the environment says so (launch/local_processes);
-one of them reads prompts and writes rows.
+text is the base's own. Without it each forward emits one token. Without --prompt and --prompts it
+continues the first prompt in the base's folder. Repeat a stopped command with the same --output to
+resume it. Several processes decode as one if the environment says so (launch/local_processes); one
+of them reads prompts and writes rows.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Serve OpenAI's API over HTTP: completions and chat, streamed or whole, for many clients at once.
 
 Requests share one engine and join it while others decode. Without flags it serves the package's
-small model, and decodes plainly. It listens at once, answers 503 until the model is
+small model, without speculative decoding. It listens at once, answers 503 until the model is
 loaded, and compiles its programs while it serves. SIGTERM and Ctrl-C finish the running requests
 and stop it. Several processes serve as one if the environment says so (launch/local_processes); the
 first one listens.

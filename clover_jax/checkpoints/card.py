@@ -127,7 +127,7 @@ def read_card(directory: Path) -> Card:
     texts = {"tree": tree, "chat_template": template, "chat_template of provenance's flags": flag}
     for name, value in texts.items():
         if not isinstance(value, str | None):
-            raise UserError(f"{path}: {name} must be a text or null, not {value!r}")
+            raise UserError(f"{path}: {name} must be a string or null, not {value!r}")
     return Card(config, trained_for, tree, provenance, card.get("files"), template)
 
 

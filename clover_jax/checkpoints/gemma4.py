@@ -169,8 +169,8 @@ def _read_heads(
         kinds = [usual | changes.get(str(index), {}) for index in indices]
         if any(kind != kinds[0] or len(kind) > len(HEADS) for kind in kinds):
             raise UserError(
-                f"{path}: per_layer_config may change {' and '.join(HEADS)} only, alike in all "
-                "layers of a type"
+                f"{path}: per_layer_config may override {' and '.join(HEADS)} only, with the "
+                "same values in all layers of a type"
             )
         found.append(kinds[0] if kinds else usual)
         for name in HEADS:

@@ -173,7 +173,10 @@ def _packed(parts: Parts, sizes: Sizes) -> LazyTensor:
     outputs, inputs = (int(size) for size in parts[".weight_shape"])
     fitting = [bits for bits in sizes.bits if -(-inputs * bits // 32) == words.shape[1]]
     if len(fitting) != 1 or len(words) != outputs:
-        raise UserError(f"{outputs} x {inputs} codes of {sizes.bits} bits do not fit the words")
+        raise UserError(
+            f"{outputs} x {inputs} integers of {sizes.bits} bits do not fit weight_packed's shape "
+            f"{words.shape}"
+        )
     bits = fitting[0]
 
     # Both are stored without a sign, half of the range above 0.
@@ -184,7 +187,10 @@ def _packed(parts: Parts, sizes: Sizes) -> LazyTensor:
     if ".weight_zero_point" in parts:
         packed = parts[".weight_zero_point"].T
         if packed.shape[1] * 32 < scale.shape[0] * bits:
-            raise UserError(f"the zero points of {scale.shape} groups do not fit the words")
+            raise UserError(
+                f"weight_zero_point packs {packed.shape[1] * 32 // bits} rows, weight_scale has "
+                f"{scale.shape[0]}"
+            )
         zero = unpack(packed, bits, np.arange(scale.shape[0])).T
 
     def codes(rows: slice, columns: slice) -> np.ndarray:

@@ -100,7 +100,7 @@ def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | Non
     # A native head was trained with the rotary base in its config.
     if rope_theta is not None:
         raise UserError(
-            f"{native} stores its own rotary base; a rope theta ({rope_theta:g}) can be given for "
+            f"{native} stores its own RoPE theta; another one ({rope_theta:g}) can be given for "
             "third-party layouts only"
         )
     return native, None

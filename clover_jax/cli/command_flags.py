@@ -141,7 +141,7 @@ IDLE = "accepted by every command; no effect in this one"
 @dataclasses.dataclass(frozen=True)
 class _CommonFlags(CommonSettings):
     workdir: str | None = setting(
-        None, "output folder of a run [runs/FLAGFILE's stem]", group=COMMON
+        None, "output folder of a run [runs/NAME for --flagfile=NAME.flags]", group=COMMON
     )
 
 
@@ -213,7 +213,7 @@ def help_text(
         elif group:
             parts.append("\n".join([f"{title}:", *(_flag_help(flag, width) for flag in group)]))
     if left_out:
-        parts.append(f"{left_out} more flags, rarely needed: --help=all")
+        parts.append(f"rarely needed flags, {left_out} more: --help=all")
     return "\n\n".join(parts)
 
 

@@ -64,7 +64,7 @@ class GenerationSettings(SamplingParams):
 
     max_new_tokens: int = _text(128, "maximum number of tokens of a turn", least=1)
     stop: str | tuple[str, ...] | None = _text(
-        (), "end the text before this string; may be repeated", repeated=True
+        (), "stop string: the text ends before it; may be repeated", repeated=True
     )
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False

@@ -104,10 +104,10 @@ class SamplingParams(JsonConfig):
         1.0, "above 1: tokens of prompt and answer become less probable", least=0.01, most=100
     )
     frequency_penalty: float = _parameter(
-        0.0, "subtracted from a token's logit for each time the answer has it", least=-2, most=2
+        0.0, "subtracted from a token's logit for each time it was generated", least=-2, most=2
     )
     presence_penalty: float = _parameter(
-        0.0, "subtracted from the logits of tokens that the answer has", least=-2, most=2
+        0.0, "subtracted once from the logit of every token that was generated", least=-2, most=2
     )
 
     def __post_init__(self):

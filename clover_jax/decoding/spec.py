@@ -28,8 +28,8 @@ class ModelSpec(ChatSettings, BaseSettings):
         NO_DRAFT,
         "a draft directory, a training workdir, a hub id, or a folder in an official layout; "
         "mtp: the drafting layer stored with the base (Qwen3-Next, Qwen3.5); "
-        "lookup: the continuation of the latest earlier match in the text; recycle: the base's "
-        "earlier predictions after the same token; none: plain decoding",
+        "lookup: the continuation of the longest earlier match in the text; recycle: the base's "
+        "latest predictions after the same token (token recycling); none: plain decoding",
     )
     tree: str | None = _draft(
         None,
@@ -41,7 +41,7 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     copy: int = _draft(
         0,
-        "prompt-lookup nodes added to the tree, the continuation of the latest earlier match in "
+        "prompt-lookup nodes added to the tree, the continuation of the longest earlier match in "
         "the text, as in --tree=TREE+copy:NODES",
         least=0,
     )

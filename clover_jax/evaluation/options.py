@@ -133,7 +133,7 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
             name, source = Path(item).name, item
         if not (source and _NAME.fullmatch(name)):
             raise UserError(
-                f"--drafts: {item!r} should be NAME=DIR, or DIR, with a name of letters, digits "
+                f"--drafts: {item!r} should be NAME=DIR or DIR; a name may have letters, digits "
                 "and ._+-"
             )
         # Row files have these names, so no two methods may share one.

@@ -59,8 +59,8 @@ def parse_mesh(text: str, num_devices: int | None) -> MeshShape:
     # -1 takes what the other axes leave.
     if open_axes:
         if len(open_axes) > 1 or num_devices is None:
-            rest = "no count of devices to take the rest of" if len(open_axes) == 1 else "two -1"
-            raise UserError(f"--mesh={text} has {rest}; set a number for every axis")
+            why = "is for one axis only" if num_devices else "needs a known number of devices"
+            raise UserError(f"--mesh={text}: -1 {why}; give a number for every other axis")
         if num_devices % given:
             raise UserError(
                 f"--mesh={text}: {num_devices} devices cannot be divided by {given}, the product "

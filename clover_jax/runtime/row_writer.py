@@ -151,7 +151,7 @@ class RowWriter(RowSink):
         try:
             before = read_json_object(self._manifest_path)
         except UserError as error:
-            raise UserError(f"{error}; --overwrite starts again") from error
+            raise UserError(f"{error}; --overwrite starts over") from error
 
         difference = first_difference(before, self._manifest)
         if difference:

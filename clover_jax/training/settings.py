@@ -85,7 +85,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     num_positions: int | None = _head(None, "draft positions to train [the method's]", least=1)
     num_augmenting_layers: int | None = _head(None, "layers of the Augmenting Block [the method's]")
     draft_rope_theta: float | None = _head(
-        None, "rotary base of the head [the base model's]", least=1.0
+        None, "RoPE theta of the head [the base model's]", least=1.0
     )
     draft_vocab: int | None = _head(
         None,

@@ -130,7 +130,7 @@ def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base
 
 
 def test_a_rotary_base_is_for_third_party_layouts_and_a_draft_has_a_card(written, tmp_path, base):
-    with pytest.raises(UserError, match=r"stores its own rotary base; a rope theta \(500000\)"):
+    with pytest.raises(UserError, match=r"stores its own RoPE theta; another one \(500000\)"):
         load_draft(written, base, rope_theta=5e5)
     with pytest.raises(UserError, match=r"is not a draft: it has neither draft\.json"):
         load_draft(tmp_path, base)
@@ -140,7 +140,7 @@ def test_a_rotary_base_is_for_third_party_layouts_and_a_draft_has_a_card(written
     "changes, message",
     [
         ({"format_version": ...}, "has format_version None; this program reads 1"),
-        ({"tree": 5}, "tree must be a text or null, not 5"),
+        ({"tree": 5}, "tree must be a string or null, not 5"),
         ({"provenance": {"flags": ["a"]}}, r"flags of provenance must be an object.*, not \['a'\]"),
         ({"provenance": {"flags": {"chat_template": [1]}}}, "chat_template of provenance's fl"),
         ({"base": "tiny"}, "has no 'base' object"),

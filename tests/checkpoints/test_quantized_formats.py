@@ -411,7 +411,7 @@ def cut(end, *axes):
         ("gptq", cut(".scales", 0), r"name \(64, 2\) groups, and scales are \(64, 1\); the t"),
         ("awq", cut(".qweight", 1), "words of 8 codes do not make 64 outputs"),
         ("awq", cut(".scales", 1), "words of 8 codes do not make 63 outputs"),
-        ("int4 groups", cut(".weight_packed", 1), r"64 x 64 codes of \(4,\) bits do not fit"),
+        ("int4 groups", cut(".weight_packed", 1), r"64 x 64 integers of \(4,\) bits do not fit"),
         ("int4 groups", cut(".weight_scale", 0), "64 rows or columns do not make 63 groups"),
         ("int8 channels", cut(".weight_scale", 0), "64 rows or columns do not make 63 groups"),
         (

@@ -89,7 +89,7 @@ def test_a_draft_decodes_with_the_chat_template_of_its_training_only(base, tmp_p
     with pytest.raises(UserError, match=message):
         decode()
     edit_json(draft / "draft.json", chat_template=[1])
-    with pytest.raises(UserError, match=r"chat_template must be a text or null, not \[1\]"):
+    with pytest.raises(UserError, match=r"chat_template must be a string or null, not \[1\]"):
         decode("vicuna")
 
 

@@ -51,13 +51,13 @@ def test_a_mesh_is_read_from_text(text, expected):
         ("data=0", "'data=0' must be"),
         ("data", "'data' must be"),
         ("", "'' must be one of"),
-        ("data=-1,fsdp=-1", "has two -1; set a number for every axis"),
+        ("data=-1,fsdp=-1", "-1 is for one axis only; give a number"),
     ],
 )
 def test_what_is_no_mesh_is_said_with_its_values(text, message):
     with pytest.raises(UserError, match=re.escape(message)):
         parse_mesh(text, 8)
-    with pytest.raises(UserError, match="no count of devices to take the rest of"):
+    with pytest.raises(UserError, match="-1 needs a known number of devices"):
         parse_mesh("data=-1", None)
 
 
