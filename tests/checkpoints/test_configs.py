@@ -323,7 +323,7 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
                 ({"final_logit_softcapping": 0}, "softcapping must be a positive number"),
                 ({"rope_scaling": {"type": "yarn"}}, "rope_parameters must name sliding_attention"),
                 ({"rope_parameters": {"rope_theta": 1e4}}, "must name sliding_attention and full"),
-                ({"per_layer_config": {"5": {"skip": 1}, "6": {"skip": 1}}}, "may change num_k"),
+                ({"per_layer_config": {"5": {"skip": 1}, "6": {"skip": 1}}}, "may override num_k"),
                 ({"global_head_dim": 15}, r"head_dim \(15\) must be even"),
                 ({"num_key_value_heads": 3}, r"num_heads \(8\) must be divisible by num_kv"),
                 ({"enable_moe_block": True}, "top_k_experts must be a positive whole number"),
