@@ -89,7 +89,8 @@ class RopeConfig(JsonConfig):
         frequencies of the whole head, of which the slowest pairs do not turn).
     truncate: whether YaRN's passage begins and ends at whole pairs.
     attention_factor: factor of rotated queries and keys.
-    share: of each head's dimensions, the first ones, that is rotated; the rest stays (Phi-4 mini).
+    share: of each head's dimensions, the first ones, that is rotated; the rest stays
+        (`partial_rotary_factor`).
         Of "proportional" it is the share of the pairs, each half a head apart (Gemma 4).
     """
 
@@ -158,32 +159,40 @@ class DeltaConfig(JsonConfig):
 class LayerConfig(JsonConfig):
     """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it.
 
+    Names of Hugging Face's config.json stand behind those that differ.
+
     query_key_norm: RMSNorm of each head's queries and keys before they are rotated (Qwen3).
     joint_head_norm: RMSNorm of all heads' queries together, and of all keys (OLMo 2 and 3).
     value_norm: RMSNorm of each head's values, without a scale (Gemma 4).
-    keys_as_values: one matrix makes keys and values, which part at their norms (Gemma 4).
+    keys_as_values: one matrix makes keys and values, which part at their norms (Gemma 4's
+        `attention_k_eq_v`).
     alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
-    unrotated: no rotation, and no other trace of the distance (some layers of SmolLM3).
+    unrotated: no rotation, and no other trace of the distance (SmolLM3's `no_rope_layers`).
     sliding_window: positions that a position sees, itself included; None is all before it.
-    score_scale: factor of the products of queries and keys; None is head_dim^-0.5.
-    score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
+    score_scale: factor of the products of queries and keys; None is head_dim^-0.5
+        (`query_pre_attn_scalar`^-0.5).
+    score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap)
+        (`attn_logit_softcapping`).
     pre_norms: RMSNorm of the inputs of attention and MLP; False in OLMo 2 and 3.
     post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 to 4).
-    scaled_output: the layer's output is multiplied by a learned number (Gemma 4).
-    shares_keys: queries read the keys and values of an earlier layer (Gemma 4 E2B and E4B).
+    scaled_output: the layer's output is multiplied by a learned number (Gemma 4's `layer_scalar`).
+    shares_keys: queries read the keys and values of an earlier layer (`num_kv_shared_layers`).
     token_size: width of an embedding of the token for this layer, which gates a branch behind the
-        MLP; 0 is none (Gemma 4 E2B and E4B).
-    sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
+        MLP; 0 is none (`hidden_size_per_layer_input`).
+    sinks: a learned extra logit in each query head's softmax, an attention sink (gpt-oss).
     activation: of the MLP's gate: "silu", "gelu" (approximated by tanh) or "clamped" (gpt-oss).
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
-        token reads experts_per_token; 0 is the one MLP for all.
-    normed_weights: whether the weights of a token's experts are made to sum up to 1.
+        token reads experts_per_token; 0 is the one MLP for all (`moe_intermediate_size`,
+        `num_experts_per_tok`).
+    normed_weights: whether the weights of a token's experts are made to sum up to 1
+        (`norm_topk_prob`).
     expert_bias: biases of the router and of all of the experts' matrices (gpt-oss).
-    router: "softmax" over all experts, or a "sigmoid" of each, where a bias more decides which are
-        chosen but not what they weigh (GLM-4.5).
-    routed_scale: factor of what the chosen experts give.
-    shared_expert_size: width of an MLP more that every token reads; 0 is none (Qwen3-Next).
-    shared_gate: whether that MLP is multiplied by a gate of its own.
+    router: "softmax" over all experts, or a "sigmoid" of each, where a further bias decides which
+        are chosen but not what they weigh (`e_score_correction_bias`).
+    routed_scale: factor of the chosen experts' output (`routed_scaling_factor`).
+    shared_expert_size: width of a further MLP, which every token reads; 0 is none
+        (`shared_expert_intermediate_size`).
+    shared_gate: whether that MLP's output is multiplied by a learned gate.
     parallel_mlp: the one MLP is next to the experts, each with norms of its own; the router reads
         the layer's state, which it norms itself (Gemma 4).
     output_gate: attention's output is multiplied by a sigmoid of the input (Qwen3-Next).
@@ -291,15 +300,19 @@ class BaseConfig(LayerConfig):
     It has the fields that its layers share, and the fields of the model around them.
 
     full_attention_layers: indices of the layers without the `sliding_window`, or with attention
-        where the others have a delta net.
+        where the others have a delta net (`layer_types`).
     unrotated_layers: indices of the layers without rotation (SmolLM3).
-    dense_layers: indices of the layers that have one MLP where the others have experts.
-    local_rope: rotation of the layers with the window; None: as the others (Gemma 3).
+    dense_layers: indices of the layers that have one MLP where the others have experts
+        (`mlp_only_layers`, `first_k_dense_replace`).
+    local_rope: rotation of the layers with the window; None: as the others
+        (`rope_local_base_freq`).
     local_kv_heads, local_head_dim: of the layers with the window; None: as the others (Gemma 4).
-    num_sharing_layers: the last layers, which have no keys and values of their own.
+    num_sharing_layers: the last layers, which have no keys and values of their own
+        (`num_kv_shared_layers`).
     sharing_size: width of their MLP; None: as the others.
     embedding_scale: factor of the tokens' embeddings (Gemma).
-    logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap) (Gemma 2).
+    logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap)
+        (`final_logit_softcapping`).
     """
 
     vocab_size: int
@@ -400,9 +413,10 @@ class LossSpec(JsonConfig):
         rescores, where it is one of them; for other heads the same as `hard_ce`.
     decay: position i weighs decay^i.
     dpace: above 0, positions weigh what they are worth for the accepted length (D-PACE) instead of
-        decay^i, where a token of probability 0 counts as one of this probability.
-    divisor: what each sum over pairs is divided by: the number of "pairs" of its position that
-        count, that of all "positions" of the batch, or the sum of the "weights" of such pairs.
+        decay^i; this is then the lowest probability that D-PACE gives a token.
+    divisor: what the sum of a term over the pairs (t, i) of position i is divided by: "pairs", the
+        number of these pairs; "positions", all positions of the batch; or "weights", the sum of the
+        weights of these pairs.
     divisor_offset: added to the divisor.
     pairs: which pairs count (`training/pairs.py`): "decoding", those that decoding meets, or
         "release", as Clover-2's and EAGLE's code has it: an answer's first draft is left out.

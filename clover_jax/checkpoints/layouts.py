@@ -66,6 +66,8 @@ def recognise(directory: Path) -> Layout:
 
     # The others have a Llama config, so they are recognized by the names of their tensors.
     names = TensorFiles(directory).shapes
+    if names and all(name.startswith("mtp.") for name in names):
+        return mtp.LAYOUT
     # An EAGLE-3 head over the whole vocabulary may lack d2t, but every one has `midlayer`.
     if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
         return eagle.EAGLE3

@@ -1,12 +1,14 @@
 """The drafting layer that Qwen3-Next and Qwen3.5 store with the base, under `mtp.`.
 
 `--draft=mtp` reads it from the base's folder; a trained one is written as the same tensors, in a
-file that takes the place of theirs. Norms are stored as w for 1 + w, as the base's are.
+file that takes the place of theirs. Norms are stored as w for 1 + w, as the base's are. Experts are
+stored one by one or together, as in the base's folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -48,11 +50,11 @@ def brings_one(base: BaseModel) -> bool:
     return any(name.startswith("mtp.") for name in TensorFiles(base.directory).shapes)
 
 
-def mtp_leaves(config: MTPConfig) -> list[Leaf]:
-    """Return where the tensors lie in the head's params."""
+def mtp_leaves(config: MTPConfig, stacked: bool = False) -> list[Leaf]:
+    """Return where the tensors lie in the head's params; stacked: as for `expert_leaves`."""
     # Those of the layer are a one-layer base's.
     base = BaseConfig(**vars(config.layer), vocab_size=config.vocab_size, num_layers=1)
-    of_layer = [leaf for leaf in hybrid_leaves(base) if leaf.path[0] == "layers_0"]
+    of_layer = [leaf for leaf in hybrid_leaves(base, stacked=stacked) if leaf.path[0] == "layers_0"]
     moved = [dataclasses.replace(leaf, path=("layer", *leaf.path[1:])) for leaf in of_layer]
     layer = renamed(moved, lambda name: re.sub(r"^model\.", "mtp.", name))
 
@@ -89,5 +91,14 @@ LAYOUT = Layout(
     leaves=mtp_leaves,
     config_fields=config_fields,
     check_exportable=check_exportable,
+    fields=dict.fromkeys(("mtp_num_hidden_layers", "base_model_name_or_path")),
     offset=lambda name: float(name.endswith("norm.weight") or ".pre_fc_norm_" in name),
 )
+
+
+def layout_in(directory: Path) -> Layout:
+    """Return the layout of the tensors in a folder, or of a head for the base that lies there."""
+    names = TensorFiles(directory).shapes if directory.is_dir() else ()
+    own = [name for name in names if name.startswith("mtp.")] or names
+    stacked = any(name.endswith(".experts.gate_up_proj") for name in own)
+    return dataclasses.replace(LAYOUT, leaves=functools.partial(mtp_leaves, stacked=stacked))

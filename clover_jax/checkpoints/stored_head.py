@@ -123,6 +123,8 @@ def open_head(
         return _open_native(directory, source, base, allow_base_mismatch)
     if source == mtp.NAME:
         directory = base.directory
+    if layout is mtp.LAYOUT:
+        layout = mtp.layout_in(directory)
 
     # The config determines which tensors to expect, with the vocabulary as it is stored.
     path = directory / "config.json"
@@ -325,15 +327,19 @@ def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseM
     """Write a head in a third-party layout; raises UserError where that cannot hold it."""
     # Refused before the folder is created.
     layout.check_exportable(head.config, base.config)
+    if layout is mtp.LAYOUT:
+        layout = mtp.layout_in(base.directory)
     dtype = head.dtype
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for leaf in layout.leaves(head.config):
         params = head.read(leaf.path)
         for piece in leaf.pieces:
-            part = piece.unpermuted(params).reshape(piece.shape)
+            values = piece.unpermuted(params)
             if offset := layout.offset(piece.name):
-                part = (part.astype(np.float32) - np.float32(offset)).astype(dtype)
-            tensors[piece.name] = part
+                values = values.astype(np.float32) - np.float32(offset)
+            # Several pieces may share a tensor.
+            part = tensors.setdefault(piece.name, np.empty(piece.shape, dtype))[piece.part]
+            part[...] = values.reshape(part.shape)
     # Copies of the base's matrices are cast to the head's type.
     matrices = {"lm_head": base.lm_head, "embedding": base.params["embedding"]}
     for name, which in layout.copies.items():

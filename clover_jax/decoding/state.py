@@ -127,7 +127,7 @@ def extract(state: DecodeState, slot: Int[Array, ""], beginning: DraftCache) -> 
     """Return a copy of one slot as a batch of one.
 
     beginning: the first positions of its draft cache as they were when the row was inserted. After
-        a row has ended the step writes garbage there (`step.absorb_pending`).
+        a row has ended the step writes garbage there (`step.absorb_last_accepted`).
     """
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
     first = iter(jax.tree.leaves(key_values(beginning)))

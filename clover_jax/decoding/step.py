@@ -2,7 +2,7 @@
 
 `speculate_and_verify` calls the five stages, and this file has them in that order. `tree.py` has
 the trees that `draft` grows, `accept.py` the rules that `accept` applies. Nothing leaves the device
-within a step; `programs.py` says when the host reads results.
+within a step, but for the tree of rows with a form, whose masks the host makes (`programs.py`).
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ class StepConfig:
         why_not = self._why_no_draws()
         if self.sampling.draft_sampling == "sampled" and why_not is not None:
             raise UserError(why_not)
-        if self.sampling.draft_sampling == "auto":
-            draws = self.head is not None and self.sampling.verify == "lossless" and not why_not
-            best = dataclasses.replace(self.sampling, draft_sampling="sampled" if draws else "topk")
-            object.__setattr__(self, "sampling", best)
+
+    @property
+    def draws_children(self) -> bool:
+        """Whether children are drawn from the draft; `auto` draws wherever that is exact."""
+        if self.sampling.draft_sampling == "auto" and self.sampling.verify == "lossless":
+            return self.head is not None and self._why_no_draws() is None
+        return self.sampling.draft_sampling == "sampled"
 
     def _why_no_draws(self) -> str | None:
         """Return why children cannot be drawn from the draft; None where they can."""
@@ -230,43 +233,25 @@ def speculate_and_verify(
     return accept_and_commit(config, weights, state, drafted, verified)
 
 
-def draft(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Drafted]:
-    """Update the draft cache and draft the tree, which is the root alone without a head."""
-    root = roots(state)
-    if config.head is None:
-        return state, Drafted(TokenTree.root_only(root))
-    return absorb_and_draft(config, weights, state, root)
-
-
-def accept_and_commit(
+def draft(
     config: StepConfig,
     weights: Weights,
     state: DecodeState,
-    drafted: Drafted,
-    verified: Verified,
-    allowed: Int[Array, "B T w"] | None = None,
-) -> tuple[DecodeState, StepRecord]:
-    """Append the accepted path and the bonus token of a verified tree.
+    root: Int[Array, " B"] | None = None,
+) -> tuple[DecodeState, Drafted]:
+    """Update the draft cache with the tokens accepted last, and draft a tree.
 
-    allowed: the tokens that may follow each slot, as in `sampling.mask_out`; None for all.
+    root: the token to draft under; None for the one emitted last. Without a head it is the tree.
     """
-    with jax.named_scope("accept"):
-        accepted = accept(config, state, drafted, verified, allowed)
-
-    # The head may observe every slot; only the accepted path enters the KV cache.
-    with jax.named_scope("commit"):
-        state = observe_verified(config, weights, state, drafted.tree, verified)
-        slots = drafted.tree, accepted, verified.fresh, verified.features
-        state, record = commit(state, *slots, by_kernel=config.attention == "pallas")
-        if config.sampling.scored:
-            # The tokens after the path's slots are the accepted ones and the bonus.
-            on_path = jnp.take_along_axis(verified.predicted, accepted.path[..., None], axis=1)
-            record = record.replace(scores=score(on_path, state.next_tokens, state.sampling))
-        if drafted.copy is not None and state.copies is not None:
-            # The best copy is counted in every step, whether it got slots or not.
-            counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
-            state = state.replace(copies=counted)
-        return state, record
+    root = roots(state) if root is None else root
+    if config.head is None:
+        return state, Drafted(TokenTree.root_only(root))
+    weights = gathered_in_use(weights)
+    with jax.named_scope("absorb"):
+        head_state, cache = absorb_last_accepted(config, weights, state)
+    state = state.replace(draft_cache=cache)
+    with jax.named_scope("draft"):
+        return state, draft_tree(config, weights, state, root, head_state)
 
 
 def roots(state: DecodeState) -> Int[Array, " B"]:
@@ -274,25 +259,13 @@ def roots(state: DecodeState) -> Int[Array, " B"]:
     return jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
 
 
-def absorb_and_draft(
-    config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
-) -> tuple[DecodeState, Drafted]:
-    """Update the draft cache with the tokens accepted last, and draft a tree under `root`."""
-    weights = gathered_in_use(weights)
-    with jax.named_scope("absorb"):
-        head_state, cache = absorb_pending(config, weights, state)
-    state = state.replace(draft_cache=cache)
-    with jax.named_scope("draft"):
-        return state, draft_tree(config, weights, state, root, head_state)
-
-
-def absorb_pending(
+def absorb_last_accepted(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[Any, DraftCache]:
     """Return the head's root state and the draft cache after the positions accepted last."""
     # Attention reads as far as the longest row of the batch: an ended row counts as empty, as in
-    # `verify_tree`. The positions that it absorbs then overwrite the first ones of its draft cache;
-    # `state.extract` restores them.
+    # `verify_tree`. So it absorbs at position 0 and overwrites the first positions of its draft
+    # cache; `state.extract` restores them when a later prompt reuses the slot's caches.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     accepted = AcceptedPositions(
         state.features, state.next_tokens, start, state.count, searched(state, state.length)
@@ -325,7 +298,7 @@ def draft_tree(
         drafted, node_scores = draft_adaptive(grower, root, head_state, own)
     else:
         choose: ChooseChildren = top_children
-        if config.sampling.draft_sampling == "sampled":
+        if config.draws_children:
             # q has room for at least the children that the tree wants.
             support = min(max(SUPPORT, own.num_ranks), head.config.draft_vocab_size)
             # The root stands at `length`, the nodes of level d = 1, 2, .. at length + d.
@@ -447,6 +420,37 @@ def observe_verified(
         weights.draft, "observe", state.draft_cache, tree.tokens, choices, valid
     )
     return state.replace(draft_cache=cache)
+
+
+def accept_and_commit(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    drafted: Drafted,
+    verified: Verified,
+    allowed: Int[Array, "B T w"] | None = None,
+) -> tuple[DecodeState, StepRecord]:
+    """Append the accepted path and the bonus token of a verified tree.
+
+    allowed: the tokens that may follow each slot, as in `sampling.mask_out`; None for all.
+    """
+    with jax.named_scope("accept"):
+        accepted = accept(config, state, drafted, verified, allowed)
+
+    # The head may observe every slot; only the accepted path enters the KV cache.
+    with jax.named_scope("commit"):
+        state = observe_verified(config, weights, state, drafted.tree, verified)
+        slots = drafted.tree, accepted, verified.fresh, verified.features
+        state, record = commit(state, *slots, by_kernel=config.attention == "pallas")
+        if config.sampling.scored:
+            # The tokens after the path's slots are the accepted ones and the bonus.
+            on_path = jnp.take_along_axis(verified.predicted, accepted.path[..., None], axis=1)
+            record = record.replace(scores=score(on_path, state.next_tokens, state.sampling))
+        if drafted.copy is not None and state.copies is not None:
+            # The best copy is counted in every step, whether it got slots or not.
+            counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
+            state = state.replace(copies=counted)
+        return state, record
 
 
 def commit(

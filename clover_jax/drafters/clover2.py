@@ -64,7 +64,7 @@ class Clover2Config(DrafterConfig):
         sees x_{t+1}; "block_first": after it, as in Clover.
     output_projector: False leaves out W_0 and W_1: u^i = head_norm(s^i).
     decoder_heads: heads of both Attention Decoders; 0 for heads as wide as the base's.
-    unit_states: whether a state of the base is scaled to one size first (`initial_state_size`).
+    unit_states: whether the base's states are first scaled to one RMS (`initial_state_size`).
     init: "identity": the head starts as the base's own prediction, whatever the base's scales are;
         "paper": as in the release, with noise and with the final norm in both norms.
     """
@@ -226,8 +226,9 @@ def make_config(
 
     decoder_heads: heads of the Attention Decoders; 0 for the base's where these divide the width.
     """
-    # Augmenting layers have the base's shape, because they start as its last layer. Branches that
-    # are normed, as Gemma's, have sizes of the base's states and cannot begin at nothing.
+    # Augmenting layers have the base's shape, because they start as its last layer. Where the base
+    # norms what attention and MLP return (Gemma), these cannot start at zero: the head's layers
+    # leave those norms out, and its states are scaled to one size.
     layer = layer_for(base, rope)
     unit_states = init == "identity" and layer.post_norms
     return Clover2Config(

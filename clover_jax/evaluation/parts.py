@@ -30,16 +30,16 @@ from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import (
     StepConfig,
     Weights,
-    absorb_and_draft,
-    absorb_pending,
+    absorb_last_accepted,
     accept,
     commit,
+    draft,
     draft_tree,
     roots,
     speculate_and_verify,
     verify_tree,
 )
-from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.tree import Drafted, TokenTree
 from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
 from clover_jax.evaluation.compiled import Work, count_work
 from clover_jax.evaluation.plan import Method
@@ -91,7 +91,7 @@ def draft_loop(
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, root = carry
-        state, drafted = absorb_and_draft(config, weights, state, root)
+        state, drafted = draft(config, weights, state, root)
         tokens = drafted.tree.tokens
 
         # Token ids are 0 or more, so this adds 0, but the compiler cannot know.
@@ -219,20 +219,22 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     # Each stage runs once here, because the next one reads its result.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
         # The cache is updated in place; the next stage drafts from `head_state`.
-        head_state, cache = absorb_pending(config, weights, state)
+        head_state, cache = absorb_last_accepted(config, weights, state)
         return state.replace(draft_cache=cache), head_state
 
     parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
     head_state = parts["absorb"].run()[1]
 
-    def draft(config: StepConfig, weights: Weights, state: DecodeState, head_state: Any) -> Any:
+    def draft_levels(
+        config: StepConfig, weights: Weights, state: DecodeState, head_state: Any
+    ) -> Drafted:
         return draft_tree(config, weights, state, roots(state), head_state)
 
     # The draft cut to its first levels, so that differences are the time of a level.
     for depth in range(1, levels + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
         # `tree` is static, so every depth is a program of its own.
-        stage = functools.partial(draft, shorter)
+        stage = functools.partial(draft_levels, shorter)
         parts[f"draft to level {depth}"] = bench.reading(stage, head_state)
     drafted = parts[f"draft to level {levels}"].run()
 
@@ -323,10 +325,8 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
         new, emitted = step_loop(config, weights, state)
         return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
 
-    def draft(weights: Weights, state: DecodeState) -> tuple[DecodeState, TokenTree]:
-        if config.head is None:
-            return state, TokenTree.root_only(roots(state))
-        state, drafted = absorb_and_draft(config, weights, state, roots(state))
+    def draft_one(weights: Weights, state: DecodeState) -> tuple[DecodeState, TokenTree]:
+        state, drafted = draft(config, weights, state)
         return state, drafted.tree
 
     def verify(weights: Weights, state: DecodeState, tree: TokenTree) -> tuple[DecodeState, Array]:
@@ -344,7 +344,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     )
 
     # A drafted tree for verification to read; each run fills in new tokens.
-    state, tree = compiled(draft)(weights, state)
+    state, tree = compiled(draft_one)(weights, state)
     programs = {"step": (compiled(steps),), "verify": (compiled(verify), tree)}
     if config.head is not None:
         programs["draft"] = (compiled(functools.partial(draft_loop, config)),)

@@ -77,8 +77,8 @@ class Plan:
 
         Sampled children give the distribution with other random numbers, Medusa's rule another one.
         """
-        sampling = method.models.step(self.sampling).sampling
-        return sampling.verify != "typical" and sampling.draft_sampling == "topk"
+        draws = method.models.step(self.sampling).draws_children
+        return self.sampling.verify != "typical" and not draws
 
     def request(self, index: int, prompt_ids: Sequence[int], turn: int = 0) -> Request:
         """Return the request of a turn of a row, with its own settings; index: in the input."""

@@ -94,19 +94,19 @@ class Trainer:
             # A killed run may have left the draft of a later step than its checkpoint's.
             self.measurement.export(done, state)
             if self._measured_at(done):
-                self.measurement(done, state)  # unless it was before the run was stopped
+                self.measurement(done, state)  # skipped if the log has this step's figures
 
         watch, clock = FiniteWatch(self.checkpoints, done), Clock(self.compiling)
         shown = done
         # Read once a step: a stop between two reads would end an unsaved run.
         is_stopping = self.stop.is_set()
         while done < steps and not is_stopping:
-            # The step is dispatched and not waited for: the next batch is made meanwhile.
             with clock.waiting():
                 batch = next(self.batches)
                 batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
             if not done:
                 state = fit_scale(config, state, base_params, batch)
+            # The step is dispatched and not waited for: the next batch is made meanwhile.
             state, metrics = train_step(state, base_params, batch)
             done += 1
             watch.take(done, metrics)
@@ -290,20 +290,20 @@ def run_training(
                 wait_for_all("overwrite")
             # What the run depends on is known only now: the hashes of what was loaded.
             if is_primary():
-                # An empty log, or a folder for checkpoints, may be of a run that was refused.
-                metrics = workdir / METRICS
-                has_learnt = (
-                    (metrics.exists() and metrics.stat().st_size > 0)
-                    or (workdir / DRAFT).exists()
-                    or any((workdir / CHECKPOINTS).glob("[0-9]*"))
-                )
-                check_resumable(workdir, settings, inputs.identity, has_learnt)
+                check_resumable(workdir, settings, inputs.identity, _has_steps(workdir))
             if finished is None:
                 return _train(settings, inputs, workdir, agreed(stop))
             # All its steps are done; what differs may change, such as how it is measured.
             if is_primary():
                 record_settings(workdir, settings, inputs.identity)
             return finished
+
+
+def _has_steps(workdir: Path) -> bool:
+    """Return whether a run has trained in the workdir; one that was refused leaves empty files."""
+    metrics = workdir / METRICS
+    has_rows = metrics.exists() and metrics.stat().st_size > 0
+    return has_rows or (workdir / DRAFT).exists() or any((workdir / CHECKPOINTS).glob("[0-9]*"))
 
 
 def _delete_run(workdir: Path) -> None:
@@ -392,12 +392,10 @@ def restore_or_init(
         return restored
     # Without out_shardings the optimizer's state would lie on one device.
     init = jax.jit(init_state, static_argnums=(0, 2), out_shardings=placed)
-    return _as_the_base_brings_it(config, base, init(config, base.params, seed)), 0
+    return _with_stored_mtp(config, base, init(config, base.params, seed)), 0
 
 
-def _as_the_base_brings_it(
-    config: TrainStepConfig, base: BaseModel, state: TrainState
-) -> TrainState:
+def _with_stored_mtp(config: TrainStepConfig, base: BaseModel, state: TrainState) -> TrainState:
     """Return the fresh state of an MTP head with the params that are stored with the base."""
     if config.head.config.kind != mtp.NAME:
         return state

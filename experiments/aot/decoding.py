@@ -11,7 +11,7 @@ from clover_jax.decoding.models import Models, fitting_context, load_shapes
 from clover_jax.decoding.programs import options_for
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.step import absorb_and_draft, roots
+from clover_jax.decoding.step import draft
 from clover_jax.evaluation.compiled import bytes_of, count_work, lower_step
 from clover_jax.evaluation.targets import Chip, Target
 from clover_jax.models.cache import key_values
@@ -273,6 +273,6 @@ def _draft_weight_bytes(
 
     # The head alone, because a count of the whole step does not show its part.
     def drafting(weights: PyTree, state: DecodeState) -> Any:
-        return absorb_and_draft(models.step(), weights, state, roots(state))
+        return draft(models.step(), weights, state)
 
     return count_work(drafting, weights, states, platform=platform).weight_bytes

@@ -317,7 +317,10 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
                 ),
                 ({"use_bidirectional_attention": "all"}, "_attention 'all' is not supported"),
                 ({"per_layer_config": {"5": WIDE}}, "per_layer_config may override num_key_value"),
-                ({"per_layer_config": {"0": {"head_dim": 4}}}, "same values in all layers of a type"),
+                (
+                    {"per_layer_config": {"0": {"head_dim": 4}}},
+                    "same values in all layers of",
+                ),
                 ({"per_layer_config": {"7": WIDE}}, 'layers, "0" to "6"'),
                 ({"per_layer_config": {"5": 1, "6": 1}}, "must have an object for each"),
                 ({"final_logit_softcapping": 0}, "softcapping must be a positive number"),

@@ -39,11 +39,12 @@ MODELS = {
 class Reference:
     """The layer in torch: transformers' own decoder layer and norms, put together as in vLLM."""
 
-    def __init__(self, model, name):
+    def __init__(self, model, name, stacked=False):
         import importlib
 
         import torch
 
+        self.stacked = stacked
         _, module, prefix = MODELS[name]
         classes = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
         self.torch, self.model, config = torch, model, model.config
@@ -65,11 +66,12 @@ class Reference:
         self.layers[0].self_attn.layer_idx = 0
 
     def tensors(self):
-        """Return the tensors as they are published, experts one by one."""
+        """Return the tensors as they are published, experts one by one or, "-stacked", together."""
         found = {}
         for name, module in self.modules.items():
             for key, value in module.state_dict().items():
-                found |= one_by_one(f"mtp.{name}.{key}", value.detach().numpy())
+                named = {f"mtp.{name}.{key}": value.detach().numpy()}
+                found |= named if self.stacked else one_by_one(*named.popitem())
         return found
 
     def step(self, tokens, states):
@@ -106,7 +108,8 @@ def one_by_one(name, value):
 
 # The dense one by default, those with experts when asked for.
 PARAMS = [
-    name if name == "Qwen3_5Text" else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+    name if name == "Qwen3_5Text" else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*MODELS, "Qwen3_5MoeText-stacked")
 ]
 
 
@@ -114,11 +117,12 @@ PARAMS = [
 def base_and_reference(request, tmp_path_factory):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     torch.manual_seed(0)
-    kind = request.param.removesuffix("Text")
-    config = getattr(transformers, f"{request.param}Config")(**SHAPE | MODELS[request.param][0])
+    name = request.param.removesuffix("-stacked")
+    kind = name.removesuffix("Text")
+    config = getattr(transformers, f"{name}Config")(**SHAPE | MODELS[name][0])
     folder = tmp_path_factory.mktemp(kind)
     model = save_random_model(getattr(transformers, f"{kind}ForCausalLM")(config), folder)
-    reference = Reference(model, request.param)
+    reference = Reference(model, name, stacked=name != request.param)
     edit_tensors(folder, lambda tensors: tensors.update(reference.tensors()))
     return load_base(str(folder)), reference
 
@@ -166,6 +170,9 @@ def test_a_run_begins_as_the_stored_layer_and_writes_it_back(base_and_reference,
     assert written.keys() == published.keys()
     for name, tensor in published.items():
         np.testing.assert_allclose(written[name], tensor, atol=1e-6, err_msg=name)
+    # What was written is a draft by itself, too.
+    again = load_draft(tmp_path / "out", base).params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), again, begun)
 
 
 class NoCheckpoints:

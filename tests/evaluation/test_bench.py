@@ -19,7 +19,7 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.state import empty_state
-from clover_jax.decoding.step import absorb_and_draft, roots
+from clover_jax.decoding.step import draft
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.errors import UserError
 from clover_jax.evaluation import measured, parts
@@ -262,7 +262,7 @@ def test_drafting_is_computed_whole_in_every_turn(kind):
     config, weights = subject.step(), subject.weights
     state = running_state(subject, 2, 64, 9)
     in_loop = products(functools.partial(draft_loop, config), weights, state)
-    once = products(lambda w, s: absorb_and_draft(config, w, s, roots(s)), weights, state)
+    once = products(functools.partial(draft, config), weights, state)
     assert in_loop[STEPS] >= once[1] > 2
 
 

@@ -62,7 +62,7 @@ def test_one_tree_is_for_all_and_a_draft_without_a_name_takes_its_folder_s():
     ("drafts", "tree", "said"),
     [
         ("a,b/a", None, "the name 'a' is given twice"),
-        ("out/<a>", None, "'out/<a>' should be NAME=DIR, or DIR"),
+        ("out/<a>", None, "'out/<a>' should be NAME=DIR or DIR"),
         ("a=", None, "'a=' should be NAME=DIR"),
         ("a/b=x", None, "'a/b=x' should be NAME=DIR"),
         ("vanilla=x", None, "the name 'vanilla' stands for plain decoding"),
@@ -87,7 +87,7 @@ def test_the_first_batch_size_is_that_of_the_report():
     [
         (["--compare=a"], "--compare=a: expected two reports, A,B"),
         (["--compare=/nowhere/a.json,b"], "/nowhere/a.json cannot be read"),
-        (["--drafts=x="], "'x=' should be NAME=DIR, or DIR"),
+        (["--drafts=x="], "'x=' should be NAME=DIR or DIR"),
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
