@@ -149,7 +149,9 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, Te
     """Return the checked files of a checkpoint, which the files may correct."""
     files = TensorFiles(directory, checkpoint.quantization)
     stacked = checkpoint.family.stacked
-    if stacked and any(name.endswith(".experts.gate_up_proj") for name in files.shapes):
+    # An MTP layer's experts (`mtp.`) may be stored in another way than the base's.
+    names = [name for name in files.shapes if name.endswith(".experts.gate_up_proj")]
+    if stacked and any(not name.startswith("mtp.") for name in names):
         family = dataclasses.replace(checkpoint.family, leaves=stacked)
         checkpoint = checkpoint._replace(family=family, leaves=stacked(checkpoint.config))
     # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
