@@ -144,7 +144,7 @@ def test_the_text_is_plain_decodings_with_trees_of_any_depth(base_and_reference)
     draft, prompts = load_draft("mtp", base), random_prompts(4, seed=3)
     usual = {"config": base.config, "base": base.params, "batch_size": 2}
     plain = texts_of(decoded(None, "none", prompts, 16, **usual))
-    for tree in ("chain:6", "paper25", "dynamic:12:5:3"):
+    for tree in ("chain:6", "dynamic:12:5:3"):
         rows = decoded((draft.head, draft.params), tree, prompts, 16, **usual)
         assert texts_of(rows) == plain
 
