@@ -8,9 +8,11 @@ import jax
 from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.card import Card, write_native
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.shapes import cast_shapes
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
 from experiments.tiny_base.base_folder import save_base
+from tests.tiny_checkpoints import random_leaves
 from tests.tiny_models import TINY, init_head, random_base
 from tests.tiny_tokenizers import save_byte_level
 
@@ -32,6 +34,14 @@ def save_tiny_base(folder: Path, config: BaseConfig = SPEAKING, template: str | 
 def save_draft(folder: Path, config, params, tree, base, provenance):
     """Write a native draft directory; base: a fingerprint."""
     write_native(folder, Card(config, base, tree, provenance), params)
+
+
+def save_random_head(folder: Path, base, kind, options=(), dtype="float32", **changes):
+    """Write a native draft with params of any values; changes: what its maker does not offer."""
+    config = registry.config_for_base(kind, base.config, **dict(options))
+    config = dataclasses.replace(config, **changes)
+    shapes = cast_shapes(registry.init_shapes(registry.head(config), base.params), dtype)
+    save_draft(folder, config, random_leaves(shapes), None, fingerprint(base), {})
 
 
 def save_tiny_draft(folder: Path, base_folder: Path, tree: str | None = "chain:2"):

@@ -104,6 +104,11 @@ def decode_all(engine, base_params, draft_params, prompts, max_new_tokens, eos_i
     return finished(engine.stream(base_params, draft_params, requests))
 
 
+def decode(engine, requests, config=TINY):
+    """Decode requests by an engine of the random base and its Clover-2 head."""
+    return finished(engine.stream(random_base(config), random_head(config)[1], requests))
+
+
 def finished(updates):
     """Return the generations of a stream in order."""
     return sorted((each.row for each in updates if each.done), key=lambda row: row.index)

@@ -63,15 +63,11 @@ def test_defaults_are_those_of_transformers(read_fields):
         ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
         ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeConfig(theta=5e5)),
         ({"rope_scaling": {"type": "linear", "factor": 4}}, RopeConfig(kind="linear", factor=4.0)),
-        (
-            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
-            RopeConfig(kind="linear", factor=4.0),
-        ),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
+         RopeConfig(kind="linear", factor=4.0)),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}}, RopeConfig()),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64},
-            RopeConfig(1e4, "yarn", 4.0, **ORIGINAL_64, attention_factor=0.1 * math.log(4) + 1),
-        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64},
+         RopeConfig(1e4, "yarn", 4.0, **ORIGINAL_64, attention_factor=0.1 * math.log(4) + 1)),
         (
             {"max_position_embeddings": 256, "rope_scaling": LONGROPE | ORIGINAL_64},
             RopeConfig(
@@ -81,16 +77,12 @@ def test_defaults_are_those_of_transformers(read_fields):
                 **ORIGINAL_64,
             ),
         ),
-        (
-            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
-            RopeConfig(theta=5e5, kind="llama3", **LLAMA3),
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
-            RopeConfig(theta=5e5, kind="llama3", **LLAMA3),
-        ),
+        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+         RopeConfig(theta=5e5, kind="llama3", **LLAMA3)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+         RopeConfig(theta=5e5, kind="llama3", **LLAMA3)),
     ],
-)
+)  # fmt: skip
 def test_rope_in_old_and_new_fields(read_fields, fields, expected):
     assert read_fields(**fields).rope == expected
 
@@ -126,16 +118,13 @@ def test_the_generation_config_knows_the_end_ids_best(
         ({"max_position_embeddings": "4096"}, "max_position_embeddings must be a positive whole"),
         ({"eos_token_id": "2"}, "eos_token_id must be a whole number or a list of them, not '2'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
+        ({"hidden_act": ""}, "hidden_act '' is not supported, only silu"),
         ({"rope_scaling": {"type": "xpos", "factor": 4}}, "rope type 'xpos' is not supported; the"),
         ({"rope_scaling": {"type": "yarn"}}, "rope type 'yarn' needs a positive number factor, n"),
-        (
-            {"rope_scaling": {"type": "longrope", "short_factor": "1"}},
-            "short_factor must be a list of positive numbers, not '1'",
-        ),
-        (
-            {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
-            "longrope needs a factor for each of 4 pairs of dimensions, not 2",
-        ),
+        ({"rope_scaling": {"type": "longrope", "short_factor": "1"}},
+         "short_factor must be a list of positive numbers, not '1'"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
+         "longrope needs a factor for each of 4 pairs of dimensions, not 2"),
         ({"rope_scaling": {"type": "linear"}}, "rope type 'linear' needs a positive number fac"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000 are"),
         ({"architectures": [[]]}, r"architecture \[\] is not supported"),
@@ -147,7 +136,7 @@ def test_the_generation_config_knows_the_end_ids_best(
         ({"head_dim": 7}, r"head_dim \(7\) must be even for rotary positions"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not"),
     ],
-)
+)  # fmt: skip
 def test_what_no_llama_can_be_is_refused_by_name(read_fields, changes, message):
     with pytest.raises(UserError, match=rf"^[^ ]*/config\.json: {message}"):
         read_fields(**changes)
@@ -311,10 +300,8 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
             for changes, message in (
                 ({"num_kv_shared_layers": 7}, "num_kv_shared_layers must be 0 to 6, not 7"),
                 ({"num_kv_shared_layers": 2}, r"layers \(2\) leaves a type of layer without keys"),
-                (
-                    {"hidden_size_per_layer_input": 8},
-                    r"per_layer_input \(262144\) must be vocab_size \(96\)",
-                ),
+                ({"hidden_size_per_layer_input": 8},
+                 r"per_layer_input \(262144\) must be vocab_size \(96\)"),
                 ({"use_bidirectional_attention": "all"}, "_attention 'all' is not supported"),
                 ({"per_layer_config": {"5": WIDE}}, "per_layer_config may override num_key_value"),
                 (
@@ -330,10 +317,8 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
                 ({"global_head_dim": 15}, r"head_dim \(15\) must be even"),
                 ({"num_key_value_heads": 3}, r"num_heads \(8\) must be divisible by num_kv"),
                 ({"enable_moe_block": True}, "top_k_experts must be a positive whole number"),
-                (
-                    {"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
-                    "partial_rotary_factor 0.5 is not supported",
-                ),
+                ({"rope_parameters": {"sliding_attention": {"partial_rotary_factor": 0.5}}},
+                 "partial_rotary_factor 0.5 is not supported"),
             )
         ),
         ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive whole nu"),
@@ -352,13 +337,10 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
         ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "softcapping must be a positive numb"),
         ("Gemma3ForConditionalGeneration", {"text_config": None}, "text_config must be an object"),
-        (
-            "LlamaForCausalLM",
-            {"architectures": "Llama"},
-            "architectures must be a list, not 'Llama'",
-        ),
+        ("LlamaForCausalLM", {"architectures": "Llama"},
+         "architectures must be a list, not 'Llama'"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused(read, architecture, changes, message):
     with pytest.raises(UserError, match=message):
         read(architecture, **changes)

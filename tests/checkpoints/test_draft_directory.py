@@ -192,16 +192,12 @@ def test_every_lost_or_altered_file_of_the_params_is_named(written, tmp_path, ba
     [
         (lambda p: p.pop("projector_0"), "params lacks tensor projector_0, which its draft.json"),
         (lambda p: p.update(more={"scale": jnp.ones(3)}), "params has tensor more/scale, which it"),
-        (
-            lambda p: p.update(projector_0_bias=jnp.ones(31)),
-            r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)",
-        ),
-        (
-            lambda p: p.update(projector_0_bias=p["projector_0_bias"].at[3].set(jnp.nan)),
-            "params: tensor projector_0_bias holds values that are not finite numbers",
-        ),
+        (lambda p: p.update(projector_0_bias=jnp.ones(31)),
+         r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)"),
+        (lambda p: p.update(projector_0_bias=p["projector_0_bias"].at[3].set(jnp.nan)),
+         "params: tensor projector_0_bias holds values that are not finite numbers"),
     ],
-)
+)  # fmt: skip
 def test_wrong_tensors_are_named(folder, base, params, edit, message):
     changed = dict(params)
     edit(changed)

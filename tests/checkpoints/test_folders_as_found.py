@@ -47,17 +47,13 @@ def rename(folder, new_name):
         ("_orig_mod.{}", "_orig_mod.lm_head.weight is read as lm_head.weight"),
         ("module._orig_mod.{}", "module._orig_mod.lm_head.weight is read as lm_head.weight"),
         ("base_model.model.{}", "base_model.model.lm_head.weight is read as lm_head.weight"),
-        (
-            lambda name: name.replace(".layers.", ".layers._orig_mod."),
-            "model.layers._orig_mod.0.input_layernorm.weight is read as model.layers.0.input",
-        ),
-        (
-            lambda name: name.replace("model.", "model.language_model."),
-            "model.language_model.embed_tokens.weight is read as model.embed_tokens.weight",
-        ),
+        (lambda name: name.replace(".layers.", ".layers._orig_mod."),
+         "model.layers._orig_mod.0.input_layernorm.weight is read as model.layers.0.input"),
+        (lambda name: name.replace("model.", "model.language_model."),
+         "model.language_model.embed_tokens.weight is read as model.embed_tokens.weight"),
         ("language_model.{}", "language_model.lm_head.weight is read as lm_head.weight"),
     ],
-)
+)  # fmt: skip
 def test_prefixes_of_trainers_are_left_out_and_named(
     folder, reference_dir, capsys, new_name, example
 ):
@@ -188,14 +184,6 @@ def test_medusas_published_heads_count_fewer_in_their_config(reference_dir, tmp_
         load_draft(str(published_medusa(tmp_path / "b", *shape, 3, 4)), base)
 
 
-def test_a_base_with_more_layers_than_its_config_counts_is_refused(folder):
-    edit_json(folder / "config.json", num_hidden_layers=1)
-    with pytest.raises(
-        UserError, match=r"has tensors model.layers.1.*config.json does not ask for"
-    ):
-        load_base(str(folder))
-
-
 ODD = ({}, [], "", "x", [1], {"a": 1}, -1, 0, 1.5, True, False, 10**400, float("nan"), None)
 # Every field that a parser of a family reads, and what it may not be.
 LLAMA = {
@@ -309,21 +297,15 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
 @pytest.mark.parametrize(
     "fields, said",
     [
-        (
-            {"rope_scaling": YARN | {"extra": 1}},
-            "1 field not read, unknown for llama: rope_scaling.e",
-        ),
-        (
-            {"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}},
-            "differ; rope_scaling is r",
-        ),
-        (
-            {"rope_parameters": {"rope_theta": 5e5}},
-            "rope_theta is 10000.0, but 500000.0 within the",
-        ),
+        ({"rope_scaling": YARN | {"extra": 1}},
+         "1 field not read, unknown for llama: rope_scaling.e"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}},
+         "differ; rope_scaling is r"),
+        ({"rope_parameters": {"rope_theta": 5e5}},
+         "rope_theta is 10000.0, but 500000.0 within the"),
         ({"eos_token_id": [2, 5]}, r"eos_token_id \[5\] does not end texts, as generation_config"),
     ],
-)
+)  # fmt: skip
 def test_fields_that_contradict_each_other_are_named(folder, capsys, fields, said):
     (folder / "generation_config.json").write_text('{"eos_token_id": 2}')
     read_checkpoint(folder)
@@ -386,12 +368,6 @@ def test_fields_within_objects_of_a_heads_config_are_named(fixtures_dir, tmp_pat
         "config.json: 1 field not read, unknown for llama: clover.num_experts"
         in capsys.readouterr().err
     )
-
-
-def test_an_empty_activation_is_not_the_default(folder):
-    edit_json(folder / "config.json", hidden_act="")
-    with pytest.raises(UserError, match="hidden_act '' is not supported"):
-        load_base(str(folder))
 
 
 def test_two_block_sizes_of_a_head_that_differ_are_refused(fixtures_dir, tmp_path):

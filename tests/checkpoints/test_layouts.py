@@ -206,27 +206,18 @@ def test_an_eagle3_head_over_the_whole_vocabulary_needs_no_tables(tmp_path):
 TENSORS = [
     ("eagle", lambda t: t.pop("fc.bias"), r"lacks tensor fc\.bias, which its config.json asks"),
     ("eagle", lambda t: t.update(extra=np.ones(3, np.float32)), "has tensor extra, which its conf"),
-    (
-        "eagle",
-        lambda t: t.update({"fc.weight": t["fc.weight"][:, :32].copy()}),
-        r"fc\.weight has shape \(32, 32\); config.json asks for \(32, 64\)",
-    ),
+    ("eagle", lambda t: t.update({"fc.weight": t["fc.weight"][:, :32].copy()}),
+     r"fc\.weight has shape \(32, 32\); config.json asks for \(32, 64\)"),
     ("eagle", lambda t: t["fc.weight"].fill(np.inf), r"tensor fc\.weight holds values that are n"),
     ("eagle3", lambda t: t.pop("norm.weight"), r"lacks tensor norm\.weight, which its config.json"),
     ("eagle3", lambda t: t.update(extra=np.ones(3, np.float32)), "has tensor extra, which its con"),
     ("eagle3", lambda t: t.pop("d2t"), r"tensor d2t must have shape \(40,\), .*; found none"),
     ("eagle3", lambda t: t.update(t2d=~t["t2d"]), "d2t and t2d disagree: draft ids"),
-    (
-        "eagle3",
-        lambda t: t.update(d2t=t["d2t"].astype(np.float32)),
-        "tensor d2t is stored as F32; the readable types are I64$",
-    ),
-    (
-        "eagle3",
-        lambda t: t.update({"lm_head.weight": np.ones((96, 32), np.float32)}),
-        r"lm_head\.weight has shape \(96, 32\); config.json asks for \(40, 32\)",
-    ),
-]
+    ("eagle3", lambda t: t.update(d2t=t["d2t"].astype(np.float32)),
+     "tensor d2t is stored as F32; the readable types are I64$"),
+    ("eagle3", lambda t: t.update({"lm_head.weight": np.ones((96, 32), np.float32)}),
+     r"lm_head\.weight has shape \(96, 32\); config.json asks for \(40, 32\)"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "edit", "message"), TENSORS)
@@ -260,11 +251,8 @@ CONFIGS = [
     ("eagle3", {"eagle_config": {STATES: [2, 3, 5]}}, r"layer_ids is \[2, 3, 5\]; only heads of"),
     ("eagle3", {"norm_before_residual": True}, "norm_before_residual is True, and must be Fa"),
     ("eagle3", {"norm_output": True}, "norm_output is True, and must be False"),
-    (
-        "eagle3",
-        {"eagle_config": {"use_aux_hidden_state": False}},
-        "hidden_state is False, and must",
-    ),
+    ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}},
+     "hidden_state is False, and must"),
     ("dflash2", {"num_target_layers": 9}, "num_target_layers is 9, but the base has 8 layers; gi"),
     ("dflash2", own(causal=True, markov_rank=4), "DFlash 2 head: causal, markov_rank"),
     ("dflash2", own(target_layer_ids=[1, 8]), r"layers of the base, 0 to 7, not \[1, 8\]"),
@@ -275,12 +263,9 @@ CONFIGS = [
     ("dflash2", own(conv_group_size=5), r"conv_group \(5\) divide hidden_size \(32\)"),
     ("dflash2", {"dflash_config": []}, r"dflash_config must be an object, not \[\]"),
     ("dflash2", {"layer_types": ["sliding_attention"]}, r"layer_types is \['sliding_attention'\];"),
-    (
-        "dflash2",
-        {"layer_types": None, "use_sliding_window": True, "max_window_layers": 0},
-        "use_sliding_window gives layers of the head a window",
-    ),
-]
+    ("dflash2", {"layer_types": None, "use_sliding_window": True, "max_window_layers": 0},
+     "use_sliding_window gives layers of the head a window"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("layout", "changes", "message"), CONFIGS)

@@ -138,64 +138,40 @@ def write(name, text):
 
 BIAS = "model.layers.0.self_attn.q_proj.bias"
 SPOILED = {
-    "no config": (
-        lambda folder: (folder / "config.json").unlink(),
-        "base has no config.json; it is not a Hugging Face model folder",
-    ),
-    "no file of the index": (
-        lambda folder: (folder / "model.safetensors").unlink(),
-        "lacks shard model.safetensors, which .* lists",
-    ),
+    "no config": (lambda folder: (folder / "config.json").unlink(),
+     "base has no config.json; it is not a Hugging Face model folder"),
+    "no file of the index": (lambda folder: (folder / "model.safetensors").unlink(),
+     "lacks shard model.safetensors, which .* lists"),
     "no weights": (without_weights, r"has no weights: neither model\.safetensors nor"),
-    "a broken PyTorch file": (
-        lambda folder: without_weights(folder, "pytorch_model.bin"),
-        r"pytorch_model\.bin .*save the weights as model\.safete",
-    ),
-    "an orbax folder": (
-        lambda folder: without_weights(folder, "_METADATA"),
-        "is an orbax folder, .* use the safetensors release",
-    ),
-    "a missing shard": (
-        lambda folder: (folder / split_in_shards(folder)[1]).unlink(),
-        "lacks shard model-00002-of-00003.safetensors, which .*index.json lists",
-    ),
+    "a broken PyTorch file": (lambda folder: without_weights(folder, "pytorch_model.bin"),
+     r"pytorch_model\.bin .*save the weights as model\.safete"),
+    "an orbax folder": (lambda folder: without_weights(folder, "_METADATA"),
+     "is an orbax folder, .* use the safetensors release"),
+    "a missing shard": (lambda folder: (folder / split_in_shards(folder)[1]).unlink(),
+     "lacks shard model-00002-of-00003.safetensors, which .*index.json lists"),
     "no map": (without_map, "has no weight_map"),
-    "a torn file": (
-        lambda folder: os.truncate(folder / "model.safetensors", 5000),
-        r"model\.safetensors is not a whole safetensors file",
-    ),
-    "a missing tensor": (
-        lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(QUERY)),
-        f"lacks tensor {QUERY}, which its config.json asks for",
-    ),
+    "a torn file": (lambda folder: os.truncate(folder / "model.safetensors", 5000),
+     r"model\.safetensors is not a whole safetensors file"),
+    "a missing tensor": (lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(QUERY)),
+     f"lacks tensor {QUERY}, which its config.json asks for"),
     "an extra tensor": (set_tensor(BIAS, np.zeros(32, np.float32)), f"has tensor {BIAS}"),
-    "surplus layers": (
-        lambda folder: edit_json(folder / "config.json", num_hidden_layers=2),
-        r"has tensors model\.layers\.2\..* and 6 more, which",
-    ),
-    "a misshapen tensor": (
-        set_tensor(QUERY, np.zeros((16, 32), np.float32)),
-        rf"tensor {QUERY} has shape \(16, 32\); config.json asks for \(32, 32\)",
-    ),
+    "surplus layers": (lambda folder: edit_json(folder / "config.json", num_hidden_layers=2),
+     r"has tensors model\.layers\.2\..* and 6 more, which"),
+    "a misshapen tensor": (set_tensor(QUERY, np.zeros((16, 32), np.float32)),
+     rf"tensor {QUERY} has shape \(16, 32\); config.json asks for \(32, 32\)"),
     "a value that is not a number": (
         set_tensor("model.norm.weight", np.full(32, np.nan, np.float32)),
         "model.safetensors: tensor model.norm.weight holds values that are not finite numbers",
     ),
-    "a quantized tensor": (
-        set_tensor(QUERY, np.zeros((32, 32), np.int8)),
-        f"tensor {QUERY} is stored as I8; the readable types are",
-    ),
-    "half a config": (
-        write("config.json", '{"vocab_size": '),
-        r"config\.json is not JSON: Expecting value: line 1",
-    ),
+    "a quantized tensor": (set_tensor(QUERY, np.zeros((32, 32), np.int8)),
+     f"tensor {QUERY} is stored as I8; the readable types are"),
+    "half a config": (write("config.json", '{"vocab_size": '),
+     r"config\.json is not JSON: Expecting value: line 1"),
     "a list as config": (write("config.json", "[]"), r"must hold a JSON object, not a list"),
-    "a tokenizer that is too large": (
-        save_byte_level,
-        r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows",
-    ),
+    "a tokenizer that is too large": (save_byte_level,
+     r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows"),
     "a broken tokenizer": (write("tokenizer.json", "nonsense"), r"json is not a readable token"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SPOILED)

@@ -22,14 +22,10 @@ from tests.tiny_checkpoints import (
     edit_tensors,
     random_leaves,
 )
-from tests.tiny_folders import SPEAKING, save_draft, save_tiny_base
+from tests.tiny_folders import SPEAKING, save_draft, save_random_head, save_tiny_base
 
 WEIGHTS = "model.safetensors"
 MLP = "clover_head_mlp.weight"
-
-
-def random_params(head_config, base):
-    return random_leaves(registry.init_shapes(registry.head(head_config), base.params))
 
 
 def test_there_and_back_again_is_exact(command, reference, tmp_path):
@@ -55,7 +51,7 @@ def test_there_and_back_again_is_exact(command, reference, tmp_path):
 def test_medusas_heads_go_out_and_come_back(command, speaking, tmp_path, layout):
     base, drafts = load_base(str(speaking / "base")), [tmp_path / "draft", tmp_path / "again"]
     head_config = registry.config_for_base("medusa", base.config, num_positions=3)
-    params = random_params(head_config, base)
+    params = random_leaves(registry.init_shapes(registry.head(head_config), base.params))
     save_draft(drafts[0], head_config, params, "clover4", fingerprint(base), {})
     given, foreign = f"--base={speaking / 'base'}", tmp_path / "foreign"
     assert command(given, f"--input={drafts[0]}", f"--output={foreign}", f"--to={layout}")[0] == 0
@@ -102,10 +98,8 @@ def test_an_eagle3_head_goes_out_for_speculators_and_comes_back(command, fixture
     }
     values = json.loads((tmp_path / "out" / "config.json").read_text())
     assert values["architectures"] == ["Eagle3Speculator"]
-    assert values["norm_before_residual"] is False
-    assert values["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
-    assert (values["draft_vocab_size"], values["target_hidden_size"]) == (40, 32)
     assert values["transformer_layer_config"]["vocab_size"] == 96
+    assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 7
     verifier = {"name_or_path": str(base), "architectures": ["MistralForCausalLM"]}
     assert values["speculators_config"]["verifier"] == verifier
     loaded = load_base(str(base))
@@ -117,41 +111,21 @@ def test_an_eagle3_head_goes_out_for_speculators_and_comes_back(command, fixture
         assert features == ("layer_2", "layer_4", "layer_5")
 
 
-def save_head(folder, base_folder, kind, options=(), **changes):
-    """Write a native draft whose config has changes that its maker does not offer."""
-    base = load_base(str(base_folder))
-    config = registry.config_for_base(kind, base.config, **dict(options))
-    config = dataclasses.replace(config, **changes)
-    save_draft(folder, config, random_params(config, base), None, fingerprint(base), {})
-
-
 VOCABULARY = {"draft_to_target": (0, 5, 6, 95)}
 CANNOT_HOLD = {
-    "clover_lr": (
-        ("clover_lr", {"rank": 4}),
-        "clover2",
-        "--to=clover2 holds clover2 heads, and this is one of kind clover_lr, which no other",
-    ),
+    "clover_lr": (("clover_lr", {"rank": 4}), "clover2",
+     "--to=clover2 holds clover2 heads, and this is one of kind clover_lr, which no other"),
     "clover": (("clover",), "clover2", "of kind clover, which no other program's layout holds"),
-    "eagle as medusa": (
-        ("eagle",),
-        "medusa",
-        "which can be written as orbax, eagle, eagle_vllm, eagle_sglang, speculators",
-    ),
-    "clover2 for vLLM": (
-        ("clover2",),
-        "speculators",
-        "--to=speculators holds eagle and eagle3 heads, and this is one of kind clover2",
-    ),
+    "eagle as medusa": (("eagle",), "medusa",
+     "which can be written as orbax, eagle, eagle_vllm, eagle_sglang, speculators"),
+    "clover2 for vLLM": (("clover2",), "speculators",
+     "--to=speculators holds eagle and eagle3 heads, and this is one of kind clover2"),
     "clover2, few tokens": (("clover2", VOCABULARY), "clover2", "layout has no draft vocabulary"),
     "eagle, few tokens": (("eagle", VOCABULARY), "eagle", "layout has no draft vocabulary"),
     "medusa, few tokens": (("medusa", VOCABULARY), "medusa", "layout has no draft vocabulary"),
-    "eagle3 of a short base, for vLLM": (
-        ("eagle3",),
-        "speculators",
-        "reads layer_1, layer_1, pre_norm of its base, but vLLM gives heads the states that",
-    ),
-}
+    "eagle3 of a short base, for vLLM": (("eagle3",), "speculators",
+     "reads layer_1, layer_1, pre_norm of its base, but vLLM gives heads the states that"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CANNOT_HOLD)
@@ -159,7 +133,8 @@ def test_what_a_layout_cannot_hold_is_refused_with_the_reason(command, speaking,
     (kind, *given), to, message = CANNOT_HOLD[case]
     changes = given[0] if given and "draft_to_target" in given[0] else {}
     options = {} if changes or not given else given[0]
-    save_head(tmp_path / "head", speaking / "base", kind, options, **changes)
+    base = load_base(str(speaking / "base"))
+    save_random_head(tmp_path / "head", base, kind, options, **changes)
     argv = (f"--base={speaking / 'base'}", f"--input={tmp_path / 'head'}", f"--to={to}")
     status, _, error = command(*argv, f"--output={tmp_path / 'out'}")
     assert (status, error.count("\n")) == (2, 1)
@@ -180,7 +155,7 @@ def test_vllm_takes_a_head_that_reads_other_states(command, fixtures_dir, tmp_pa
     }
     for name, (base, changes, ids) in cases.items():
         head, out = tmp_path / name / "head", tmp_path / name / "out"
-        save_head(head, base, "eagle3", **changes)
+        save_random_head(head, load_base(str(base)), "eagle3", **changes)
         argv = (f"--base={base}", f"--input={head}", f"--output={out}", "--to=speculators")
         assert command(*argv)[0] == 0
         fields = json.loads((out / "config.json").read_text())

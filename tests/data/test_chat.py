@@ -88,11 +88,6 @@ def test_only_the_assistant_counts_in_a_chat_template(chat):
     assert masked_text(encoded, chat) == "he had itbe"
 
 
-def test_the_end_of_turn_counts_and_the_newline_after_it_does_not(chatml):
-    encoded = encode_record(conversation("f", ASK), chatml, 300)
-    assert masked_text(encoded, chatml) == "he had it</s>be</s>"
-
-
 @pytest.mark.parametrize("content", ["", " ", "\n"])
 def test_an_empty_answer_counts_its_end_of_turn_only(chatml, content):
     messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
@@ -180,12 +175,6 @@ def test_offsets_of_a_sentencepiece_tokenizer_are_understood(fallback):
     assert "the hat" not in masked_text(encoded, fallback)
 
 
-def test_token_rows_count_on_their_output():
-    encoded = encode_record(TokenRow("f", (5, 6), (7, 8, 9)), None, 10)
-    assert encoded.tokens.tolist() == [5, 6, 7, 8, 9]
-    assert encoded.loss_mask.tolist() == [False, False, True, True, True]
-
-
 ROLES = st.sampled_from(["user", "assistant"])
 
 
@@ -198,11 +187,6 @@ def test_the_mask_never_covers_a_users_word(messages):
     covered = "".join(text[start:end] for start, end in spans)
     assert covered == covered.lower()
     assert covered == "".join(text + "\n" for role, text in marked if role == "assistant")
-
-
-def test_text_without_a_tokenizer_is_refused():
-    with pytest.raises(UserError, match="f:1: the base has no tokenizer files"):
-        encode_record(Text("f:1", "hi"), None, 10)
 
 
 def test_ids_outside_the_vocabulary_are_refused():
@@ -253,8 +237,15 @@ def test_a_prompt_is_continued_as_it_is_even_by_a_chat_model(plain, chat):
     assert encoded_text(chat, row(prompt="the cat")) == "the cat"
 
 
-def test_token_ids_are_taken_as_they_are_and_need_no_tokenizer():
+def test_ids_of_tokens_need_no_tokenizer_and_text_does():
+    encoded = encode_record(TokenRow("f", (5, 6), (7, 8, 9)), None, 10)
+    assert encoded.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert encoded.loss_mask.tolist() == [False, False, True, True, True]
     assert encode_prompt(row(prompt_ids=[5, 1]), None, 300) == [5, 1]
+    with pytest.raises(UserError, match="f:1: the base has no tokenizer files"):
+        encode_record(Text("f:1", "hi"), None, 10)
+    with pytest.raises(UserError, match="p.jsonl:1: the base has no tokenizer files; give prompt_"):
+        encode_prompt(row(prompt="a"), None, 300)
 
 
 def test_a_question_and_messages_go_through_the_template(chat):
@@ -267,10 +258,6 @@ def test_a_question_and_messages_go_through_the_template(chat):
         ]
     )
     assert encoded_text(chat, prompt) == "<s>[user]a[assistant]b[user]c[assistant]"
-
-
-def test_the_begin_token_of_a_template_is_not_doubled(chat):
-    assert encode_prompt(row(question="Why?"), chat, 300).count(chat.bos_token_id) == 1
 
 
 @pytest.fixture
@@ -324,8 +311,3 @@ def test_a_row_that_cannot_be_encoded_is_named(values, said, chat):
     with pytest.raises(UserError) as raised:
         encode_prompt(row(**values), chat, 300)
     assert said in str(raised.value)
-
-
-def test_text_for_a_base_without_a_tokenizer_is_refused():
-    with pytest.raises(UserError, match="p.jsonl:1: the base has no tokenizer files; give prompt_"):
-        encode_prompt(row(prompt="a"), None, 300)

@@ -1,6 +1,5 @@
 """Which files of a folder are read, and that those that are not are named with their number."""
 
-import bz2
 import datetime
 import importlib
 import json
@@ -86,16 +85,6 @@ def test_rows_that_generate_could_not_decode_are_counted(tmp_path, capsys):
     assert (
         "left out 2 rows that `generate` could not decode, the last at" in capsys.readouterr().err
     )
-
-
-def test_bzip2_is_read_and_a_torn_one_refused(tmp_path):
-    packed = bz2.compress(ROW.encode() * 100)
-    write(tmp_path, a_jsonl_bz2=packed, b_jsonl_bz2=packed[:-9], c_jsonl_bz2=b"plain")
-    records = read_records(str(tmp_path / "a.jsonl.bz2"))
-    assert len(records.train) + len(records.heldout) == 100
-    for name in ("b", "c"):
-        with pytest.raises(UserError, match=rf"{name}.jsonl.bz2: not a whole bzip2 file"):
-            read_records(str(tmp_path / f"{name}.jsonl.bz2"))
 
 
 @pytest.mark.parametrize("read", [read_records, read_prompts])

@@ -23,21 +23,15 @@ from tests.data.conversations import conversation
     "row, expected",
     [
         ({"text": "a"}, Text("f:1", "a")),
-        (
-            {"prompt": "a", "response": "b", "kind": "x"},
-            conversation("f:1", (("user", "a"), ("assistant", "b"))),
-        ),
-        (
-            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
-            conversation("f:1", (("system", "s"), ("user", "u"))),
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
-            conversation("f:1", (("user", "u"), ("assistant", "a"))),
-        ),
+        ({"prompt": "a", "response": "b", "kind": "x"},
+         conversation("f:1", (("user", "a"), ("assistant", "b")))),
+        ({"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+         conversation("f:1", (("system", "s"), ("user", "u")))),
+        ({"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
+         conversation("f:1", (("user", "u"), ("assistant", "a")))),
         ({"prompt_ids": [1, 2], "output_ids": [3]}, TokenRow("f:1", (1, 2), (3,))),
     ],
-)
+)  # fmt: skip
 def test_each_form_of_row_is_understood(row, expected):
     assert parse_row(row, "f:1") == [expected]
 

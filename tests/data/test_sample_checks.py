@@ -11,13 +11,6 @@ from tests.tiny_checkpoints import edit_json
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))
-# As Qwen3: a thinking block before the last answer only, which later turns leave out.
-THINKING = (
-    "{% for m in messages %}<{{ m['role'] }}>"
-    "{% if loop.last and m['role'] == 'assistant' %}(think)\n{% endif %}"
-    "{{ m['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 
 
 def tokenizer_with(folder, template):
@@ -94,25 +87,6 @@ def test_a_template_without_assistant_markers_is_refused(tmp_path):
     tokenizer = tokenizer_with(tmp_path, template)
     with pytest.raises(UserError, match=r"no assistant marker: it puts '\[assistant\]' before"):
         encode_record(conversation("f", ASK), tokenizer, 300)
-
-
-def test_a_template_whose_user_turn_ends_with_the_marker_is_fine(tmp_path):
-    template = (
-        "{% for m in messages %}{% if m['role'] == 'user' %}[I]{{ m['content'] }}[/I]"
-        "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
-    )
-    tokenizer = tokenizer_with(tmp_path, template)
-    encoded = encode_record(conversation("f", ASK), tokenizer, 300)
-    assert masked_text(encoded, tokenizer) == " he had it</s> be</s>"
-
-
-def test_a_thinking_block_that_the_past_loses_is_understood(tmp_path):
-    tokenizer = tokenizer_with(tmp_path, THINKING)
-    encoded = encode_record(conversation("f", ASK), tokenizer, 300)
-    assert tokenizer.decode(encoded.tokens) == (
-        "<user>the hat</s>\n<assistant>he had it</s>\n<user>the</s>\n<assistant>(think)\nbe</s>\n"
-    )
-    assert masked_text(encoded, tokenizer) == "he had it</s>(think)\nbe</s>"
 
 
 # As Qwen3 and others: what an answer of the past thought is dropped.

@@ -150,7 +150,7 @@ def test_speculative_text_equals_plain_text(tree, batch_size, count):
 
 def drafter_case(name, tree):
     usual = {"clover": ("small",), "medusa": ("paper25",)}
-    usual |= {"clover_lr": ("dynamic:9:3",), "dflash2": ("paper25",)}
+    usual |= {"clover_lr": ("dynamic:9:3",), "dflash2": ("paper25",), "eagle": ("dynamic:9:3",)}
     marks = () if tree in usual.get(name, ()) else pytest.mark.slow
     return pytest.param(name, tree, marks=marks, id=f"{name}-{tree}")
 

@@ -19,6 +19,7 @@ from tests.decoding.reference import _logits
 from tests.tiny_models import (
     SMALL_TREE,
     TINY,
+    decode,
     finished,
     random_base,
     random_head,
@@ -39,10 +40,6 @@ def requests(**more):
     params = [SamplingParams(**dict(zip(NAMES, each, strict=True)), **more) for each in AMOUNTS]
     rows = zip(prompts, params, strict=True)
     return [Request(i, prompt, 30, params=own) for i, (prompt, own) in enumerate(rows)]
-
-
-def decode(engine, rows):
-    return finished(engine.stream(random_base(), random_head()[1], rows))
 
 
 def penalized(logits, prompt, answer, repetition, frequency, presence):
@@ -150,19 +147,7 @@ def test_rows_without_penalties_run_the_programs_of_an_engine_without(chunks):
     assert any(one.config.sampling.penalized for one in chunks)
 
 
-@pytest.mark.parametrize(
-    ("params", "said"),
-    [
-        ({"min_p": 1.5}, r"min_p \(1.5\) must lie in 0 .. 1"),
-        ({"min_p": float("nan")}, r"min_p \(nan\) must lie in 0 .. 1"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty \(0.0\) must lie in 0.01 .. 100"),
-        ({"frequency_penalty": 2.5}, r"frequency_penalty \(2.5\) must lie in -2 .. 2"),
-        ({"presence_penalty": -3.0}, r"presence_penalty \(-3.0\) must lie in -2 .. 2"),
-    ],
-)
-def test_penalties_that_cannot_be_are_refused(params, said):
-    with pytest.raises(UserError, match=said):
-        SamplingParams(**params)
+def test_an_engine_without_the_rule_refuses_penalties():
     engine = Engine(TINY, None, TreeConfig.root_only())
     with pytest.raises(UserError, match=r"need an engine with SamplingConfig\(penalized=True\)"):
         engine.check(Request(0, [1], 5, params=SamplingParams(presence_penalty=0.5)))

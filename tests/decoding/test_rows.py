@@ -381,17 +381,6 @@ def test_too_little_memory_says_what_to_do(command, prompts_file, monkeypatch):
     assert "too little memory to decode 2 rows at once; give a smaller --batch_size" in error
 
 
-def test_other_settings_are_refused_and_named(command, prompts_file, tmp_path, draft):
-    arguments = (f"--prompts={prompts_file({'prompt': 'a'})}", f"--output={tmp_path / 'out'}")
-    assert command(*arguments, "--max_new_tokens=3")[0] == 0
-    before = (tmp_path / "out").read_bytes()
-    status, lines, error = command(*arguments, "--max_new_tokens=4")
-    assert (status, lines, error.count("\n")) == (2, [], 1)
-    assert "was written with max_new_tokens 3, not 4; repeat that command" in error
-    assert (tmp_path / "out").read_bytes() == before
-    assert command(*arguments, "--max_new_tokens=4", "--overwrite")[0] == 0
-
-
 def test_a_mistake_leaves_the_rows_that_are_there(command, prompts_file, tmp_path, draft):
     arguments = [f"--prompts={prompts_file({'prompt': 'a'})}", "--max_new_tokens=3"]
     assert command(*arguments, f"--output={tmp_path / 'out'}")[0] == 0

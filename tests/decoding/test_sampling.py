@@ -32,6 +32,7 @@ from tests.decoding.reference import _logits
 from tests.tiny_models import (
     SMALL_TREE,
     TINY,
+    decode,
     decoded,
     finished,
     random_base,
@@ -343,9 +344,14 @@ def test_a_request_that_the_rules_do_not_allow_is_refused(request_, sampling, me
         ({"temperature": 1e39}, r"temperature \(1e\+39\) must be 3.40282e\+38 or less"),
         ({"top_p": 0.0}, r"top_p \(0.0\) must lie in"),
         ({"top_k": -2}, r"top_k \(-2\) must be 1 or more"),
+        ({"min_p": 1.5}, r"min_p \(1.5\) must lie in 0 .. 1"),
+        ({"min_p": float("nan")}, r"min_p \(nan\) must lie in 0 .. 1"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty \(0.0\) must lie in 0.01 .. 100"),
+        ({"frequency_penalty": 2.5}, r"frequency_penalty \(2.5\) must lie in -2 .. 2"),
+        ({"presence_penalty": -3.0}, r"presence_penalty \(-3.0\) must lie in -2 .. 2"),
     ],
 )
-def test_params_without_a_distribution_are_refused(params, message):
+def test_params_that_cannot_be_are_refused(params, message):
     with pytest.raises(UserError, match=message):
         SamplingParams(**params)
 
@@ -374,10 +380,6 @@ def requests(**changes):
         Request(i, prompt, 20, (EOS,), min_new_tokens=least, logit_bias=bias, **changes)
         for i, (prompt, bias, least) in enumerate(rows)
     ]
-
-
-def decode(engine, rows):
-    return finished(engine.stream(random_base(), random_head()[1], rows))
 
 
 def slow(request):

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -20,7 +21,8 @@ from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from tests.decoding.reference import _logits
 from tests.tiny_folders import SPEAKING
-from tests.tiny_models import SMALL_TREE, finished, random_base, random_head, texts_of
+from tests.tiny_models import SMALL_TREE, random_base, random_head, texts_of
+from tests.tiny_models import decode as decode_requests
 from tests.tiny_tokenizers import save_byte_level
 
 EOS = 1
@@ -57,8 +59,7 @@ def requests(**more):
     return [Request(i, ids, 24, (EOS,), form=form, **more) for i, (ids, form) in enumerate(rows)]
 
 
-def decode(engine, rows):
-    return finished(engine.stream(random_base(BASE), random_head(BASE)[1], rows))
+decode = functools.partial(decode_requests, config=BASE)
 
 
 def allowed(forms, form, ids):
@@ -315,21 +316,6 @@ def test_answers_to_a_suite_of_schemas_are_valid_or_refused_in_one_line(tiny):
 def test_what_is_no_form_is_refused(given, said):
     with pytest.raises(UserError, match=said):
         GenerationSettings(structured_outputs=given)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"regex": "(a"}, "structured_outputs: regex: .* unclosed group"),
-        ({"grammar": "start: x"}, 'grammar: at 1.8.: unknown name: "x"'),
-        ({"json": {"not": {"type": "string"}}}, r'json: Unimplemented keys: \["not"\]'),
-        ({"grammar": 'start: "a"\n' * 60_000}, "structured_outputs: grammar: "),
-    ],
-)
-def test_a_form_that_cannot_be_compiled_is_refused_in_one_line(forms, given, said):
-    with pytest.raises(UserError, match=said) as refused:
-        forms.matcher(form_text(given))
-    assert len(str(refused.value).splitlines()) == 1
 
 
 def test_what_does_not_go_with_a_form_is_refused(forms, tokenizer):

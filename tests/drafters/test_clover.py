@@ -80,11 +80,6 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
             np.testing.assert_allclose(found[i, b, t], expected, atol=1e-4)
 
 
-def test_heads_that_do_not_divide_the_width_are_refused():
-    with pytest.raises(ValueError, match=r"decoder_heads \(5\) must divide hidden_size \(32\)"):
-        registry.config_for_base("clover", TINY, decoder_heads=5)
-
-
 def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final_norm():
     features, tokens = random_text()
     params = lively_params(name="clover-bare")

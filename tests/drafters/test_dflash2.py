@@ -206,20 +206,6 @@ def test_without_selector_and_convolution_all_branches_have_the_same_candidates(
     assert proposal.ids.shape == (1, 1, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
-        ({"mask_token_id": 96}, r"mask_token_id \(96\) must lie in 0 .. 95"),
-        ({"candidates": 0}, r"candidates \(0\) 1"),
-        ({"conv_group": 5}, r"conv_group \(5\) divide hidden_size \(32\)"),
-    ],
-)
-def test_impossible_heads_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        registry.config_for_base("dflash2", TINY, **options)
-
-
 def test_what_it_reads_of_a_base():
     assert feature_layers(36, 5) == tuple(f"layer_{i}" for i in (2, 10, 18, 26, 34))
     assert feature_layers(32, 1) == ("layer_17",)

@@ -25,7 +25,7 @@ from tests import tiny_checkpoints
 from tests.decoding.reference import speculative_greedy
 from tests.foreign_heads import read_reference
 from tests.layer_heads import lively_head
-from tests.tiny_models import TINY, decoded, random_base, random_prompts, texts_of
+from tests.tiny_models import TINY, decoded, random_base, random_prompts
 from tests.training.training_data import random_batch
 
 
@@ -266,24 +266,6 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
             for branch, path in enumerate(paths[row]):
                 expected = recomputed(any_head, committed, row, path)
                 np.testing.assert_allclose(state.hidden[row, branch], expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
-@pytest.mark.parametrize(
-    ("name", "batch_size"),
-    [
-        pytest.param("chain:6", 3, marks=pytest.mark.slow),
-        pytest.param("paper25", 1, marks=pytest.mark.slow),
-        ("dynamic:12:5:4", 3),
-    ],
-)
-def test_greedy_text_equals_plain_text(kind, name, batch_size):
-    prompts = random_prompts(12, seed=11)
-    rows = decoded(lively_head(kind), name, prompts, 24, batch_size=batch_size)
-    assert texts_of(rows) == texts_of(decoded(None, "none", prompts, 24))
-    accepted = np.concatenate([row.accepted for row in rows])
-    assert accepted.max() >= 2
-    assert accepted.min() == 0
 
 
 @pytest.mark.parametrize(

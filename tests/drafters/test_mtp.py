@@ -1,7 +1,5 @@
 """A base's own drafting layer gives the numbers of torch's layers, drafts and can be trained."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.training.run import restore_or_init
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, make_train_step
-from tests.tiny_checkpoints import edit_json, edit_tensors
+from tests.tiny_checkpoints import copy_of, edit_json, edit_tensors
 from tests.tiny_models import decoded, random_prompts, texts_of
 from tests.torch_pairs import CLOSE, SHAPE, random_ids, save_random_model
 from tests.training.training_data import random_batch
@@ -150,7 +148,7 @@ def test_the_text_is_plain_decodings_with_trees_of_any_depth(base_and_reference)
     draft, prompts = load_draft("mtp", base), random_prompts(4, seed=3)
     usual = {"config": base.config, "base": base.params, "batch_size": 2}
     plain = texts_of(decoded(None, "none", prompts, 16, **usual))
-    for tree in ("chain:6", "paper25", "dynamic:12:5:3"):
+    for tree in ("chain:6", "dynamic:12:5:3"):
         rows = decoded((draft.head, draft.params), tree, prompts, 16, **usual)
         assert texts_of(rows) == plain
 
@@ -182,13 +180,10 @@ class NoCheckpoints:
 
 def test_a_base_without_the_layer_is_named(base_and_reference, tmp_path):
     base, _ = base_and_reference
-    names = [name for name in load_file(base.directory / "model.safetensors") if "mtp." in name]
-    folder = tmp_path / "base"
-    folder.mkdir()
-    tensors = load_file(base.directory / "model.safetensors")
-    save_file({n: x for n, x in tensors.items() if n not in names}, folder / "model.safetensors")
-    values = json.loads((base.directory / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values))
+    folder = copy_of(base.directory, tmp_path / "base")
+    tensors = load_file(folder / "model.safetensors")
+    without = {name: tensor for name, tensor in tensors.items() if "mtp." not in name}
+    save_file(without, folder / "model.safetensors")
     without = load_base(str(folder))
     with pytest.raises(UserError, match=r"lacks tensors mtp\.fc\.weight, mtp\.pre_fc_norm_embeddi"):
         load_draft("mtp", without)

@@ -17,7 +17,7 @@ from clover_jax.errors import UserError
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, make_train_step
 from tests.conftest import REPOSITORY
 from tests.tiny_folders import save_tiny_base
-from tests.tiny_models import TINY, decoded, init_head, random_base, random_prompts, texts_of
+from tests.tiny_models import TINY, init_head, random_base
 from tests.training.training_data import random_batch
 
 PAGE = REPOSITORY / "clover_jax" / "drafters" / "README.md"
@@ -68,12 +68,6 @@ def test_a_training_step_lowers_its_loss(head):
         state, metrics = step(state, random_base(), random_batch())
         losses.append(float(metrics.loss))
     assert losses[-1] < losses[0]
-
-
-def test_its_text_is_plain_decoding_s(head):
-    params = init_head(head, random_base(), jax.random.key(0))
-    drafted = decoded((head, params), "paths:0/1/0.0/1.0", random_prompts(2), 12, batch_size=2)
-    assert texts_of(drafted) == texts_of(decoded(None, "none", random_prompts(2), 12, batch_size=2))
 
 
 def test_it_is_trained_and_read_again_from_a_file_of_its_own(tmp_path, monkeypatch):

@@ -240,13 +240,6 @@ def test_an_8b_base_fits_sixteen_v5e_chips(on_v5e):
     assert on_v5e.tokens_per_step == 32_768
 
 
-def test_what_cannot_fit_is_refused_with_its_largest_part():
-    alone = dry_run(EIGHT, "data=16", parse_target("tpu-v5e:4x4"))
-    message = "would need .* GB and has 17.18 GB; the largest part is ba"
-    with pytest.raises(UserError, match=message):
-        alone.check_memory()
-
-
 def test_the_command_prints_figures_and_ends_with_json(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     argv = ["--dry_run", "--base=shape:64x1x128", "--mesh=data=2,fsdp=4", "--seq_len=16"]
@@ -327,4 +320,4 @@ def test_what_does_not_even_fit_between_steps_is_refused_before_compiling(capsys
     flags = *FLAGS, "--base=shape:llama3-70b:2", "--mesh=data=8"
     status, _, error = run_command(capsys, train, *flags)
     assert status == 2
-    assert "the largest part is optimizer" in error
+    assert re.search("would need .* GB and has 17.18 GB; the largest part is optimizer", error)

@@ -8,41 +8,21 @@ import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.training.run import run_training
-from clover_jax.training.settings import TrainSettings
 from experiments.tiny_base.base_folder import save_base
 from tests.prepare.prepared_data import SEQ_LEN, load
 from tests.tiny_folders import SPEAKING
 from tests.tiny_models import random_base
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
+from tests.training.conftest import losses_of, settings
 
-
-def settings(base, spec, **changes):
-    values = {
-        "base": str(base),
-        "data": str(spec),
-        "steps": 50,
-        "batch_size": 2,
-        "seq_len": SEQ_LEN,
-        "warmup_steps": 10,
-        "log_every": 1,
-        "num_augmenting_layers": 1,
-        "num_positions": 3,
-        "checkpoint_every": 0,
-        "eval_every": 0,
-    }
-    return TrainSettings(**(values | changes))
-
-
-def losses(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+SIZES = {"steps": 50, "seq_len": SEQ_LEN, "warmup_steps": 10, "checkpoint_every": 0}
 
 
 def test_a_cached_teacher_gives_the_loss_curve_of_an_online_one(base, data, prepared, tmp_path):
-    run_training(settings(base, data), tmp_path / "online", threading.Event())
-    cached = settings(base, prepared, teacher="cached")
+    run_training(settings(data, base=str(base), **SIZES), tmp_path / "online", threading.Event())
+    cached = settings(prepared, base=str(base), teacher="cached", **SIZES)
     run_training(cached, tmp_path / "cached", threading.Event())
-    curves = losses(tmp_path / "online"), losses(tmp_path / "cached")
+    curves = losses_of(tmp_path / "online"), losses_of(tmp_path / "cached")
     assert len(curves[0]) == 50
     np.testing.assert_allclose(*curves, rtol=1e-5)
     assert curves[0][-1] < curves[0][0] - 1
@@ -60,8 +40,9 @@ def other_base(tmp_path_factory):
 
 
 def test_activations_of_another_base_are_refused_with_both_hashes(other_base, prepared, tmp_path):
+    cached = settings(prepared, base=str(other_base), teacher="cached", **SIZES)
     with pytest.raises(UserError, match=r"of another base than .*lm_head \w{12} against \w{12}"):
-        run_training(settings(other_base, prepared, teacher="cached"), tmp_path, threading.Event())
+        run_training(cached, tmp_path, threading.Event())
 
 
 def test_activations_that_the_head_reads_are_loaded(base, prepared):

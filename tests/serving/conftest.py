@@ -45,38 +45,16 @@ KINDS = [
     {"prompt": AREA, "max_tokens": 24, "min_tokens": 7, "logit_bias": {"1": 100}, "temperature": 0},
     {"prompt": AREA, "max_tokens": 24, "logit_bias": {"293": -9}, "temperature": 1, "seed": 5},
     {"prompt": AREA, "max_tokens": 24, "temperature": 0, "repetition_penalty": 1.3},
-    {
-        "prompt": CLOSE,
-        "max_tokens": 24,
-        "temperature": 1,
-        "seed": 5,
-        "frequency_penalty": 0.5,
-        "presence_penalty": 1,
-        "min_p": 0.1,
-    },
-    {
-        "prompt": CLOSE,
-        "max_tokens": 60,
-        "temperature": 1,
-        "seed": 9,
-        "structured_outputs": {"regex": "[a-z]{3,9} = [0-9]{1,4}"},
-    },
-    {
-        "prompt": AREA,
-        "max_tokens": 40,
-        "temperature": 0,
-        "stop": ["list"],
-        "include_stop_str_in_output": True,
-    },
+    {"prompt": CLOSE, "max_tokens": 24, "temperature": 1, "seed": 5, "frequency_penalty": 0.5,
+     "presence_penalty": 1, "min_p": 0.1},
+    {"prompt": CLOSE, "max_tokens": 60, "temperature": 1, "seed": 9,
+     "structured_outputs": {"regex": "[a-z]{3,9} = [0-9]{1,4}"}},
+    {"prompt": AREA, "max_tokens": 40, "temperature": 0, "stop": ["list"],
+     "include_stop_str_in_output": True},
     # 0 is BOS, which is special.
-    {
-        "prompt": CLOSE,
-        "max_tokens": 4,
-        "temperature": 0,
-        "logit_bias": {"0": 100},
-        "skip_special_tokens": False,
-    },
-]
+    {"prompt": CLOSE, "max_tokens": 4, "temperature": 0, "logit_bias": {"0": 100},
+     "skip_special_tokens": False},
+]  # fmt: skip
 POINT = {
     "type": "object",
     "properties": {

@@ -65,30 +65,18 @@ CALLS = [
     ("hermes", f"a {HERMES} b", "ab", [("weather", OSLO)]),
     ("hermes", '<tool_call>{"name":"now","arguments":{}}</tool_call>', "", [("now", "{}")]),
     # Other orders and forms of keys, and none of the arguments.
-    (
-        "hermes",
-        '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>',
-        "",
-        [("weather", OSLO)],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"type": "function", "function": {"name": "now"}}</tool_call>',
-        "",
-        [("now", "{}")],
-    ),
+    ("hermes", '<tool_call>{"arguments": {"city": "Oslo"}, "name": "weather"}</tool_call>', "",
+     [("weather", OSLO)]),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "now"}}</tool_call>', "",
+     [("now", "{}")]),
     (
         "hermes",
         '<tool_call>{"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}</tool_call>',
         "",
         [("weather", OSLO)],
     ),
-    (
-        "hermes",
-        '<tool_call>{"name": "now", "arguments": {}, "id": {"a": "}"}}</tool_call>.',
-        ".",
-        [("now", "{}")],
-    ),
+    ("hermes", '<tool_call>{"name": "now", "arguments": {}, "id": {"a": "}"}}</tool_call>.', ".",
+     [("now", "{}")]),
     # A name that the tools do not have is for the client to answer.
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "", [("f", "{}")]),
     # Brackets, quotes and marks within a text.
@@ -120,13 +108,8 @@ CALLS = [
         [("weather", '{"city": "Oslo\\nN", "days": 3, "sure": true, "spots": null, "x": "7"}')],
     ),
     # Without the first mark, and a tag that does not end.
-    (
-        "hermes",
-        "See:\n<function=weather>\n<parameter=days>\nfew\n<parameter=city>\nA</parameter>"
-        "</function>\n</tool_call>",
-        "See:",
-        [("weather", '{"days": "few", "city": "A"}')],
-    ),
+    ("hermes", "See:\n<function=weather>\n<parameter=days>\nfew\n<parameter=city>\nA</parameter>"
+     "</function>\n</tool_call>", "See:", [("weather", '{"days": "few", "city": "A"}')]),
     ("hermes", "<tool_call><function=now></function></tool_call>", "", [("now", "{}")]),
     ("hermes", "<function=weather><parameter=city>\nOs", "", [("weather", '{"city": "Os')]),
     ("hermes", "a <function= b>", "a <function= b>", []),
@@ -145,27 +128,15 @@ CALLS = [
         "",
         [("weather", OSLO), ("now", "{}")],
     ),
-    (
-        "mistral",
-        f"Yes.[TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[CALL_ID]abcDEF123[ARGS]{{}}",
-        "Yes.",
-        [("weather", OSLO), ("now", "{}")],
-    ),
+    ("mistral", f"Yes.[TOOL_CALLS]weather[ARGS]{OSLO}[TOOL_CALLS]now[CALL_ID]abcDEF123[ARGS]{{}}",
+     "Yes.", [("weather", OSLO), ("now", "{}")]),
     ("mistral", f"[TOOL_CALLS]weather{OSLO}", "", [("weather", OSLO)]),
     ("mistral", "[TOOL_CALLS]of the day: {}", "[TOOL_CALLS]of the day: {}", []),
     ("mistral", "[TOOL_CALLS]now", "[TOOL_CALLS]now", []),
-    (
-        "phi",
-        'So <|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>',
-        "So",
-        [("weather", OSLO)],
-    ),
-    (
-        "phi",
-        'functools[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]',
-        "",
-        [("now", "{}")] * 2,
-    ),
+    ("phi", 'So <|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]<|/tool_call|>',
+     "So", [("weather", OSLO)]),
+    ("phi", 'functools[{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]', "",
+     [("now", "{}")] * 2),
     ("phi", "import functools; functools[5]", "import functools; functools[5]", []),
     (
         "gemma",
@@ -174,13 +145,8 @@ CALLS = [
         "",
         [("weather", '{"city": "Os{l,o:\\"", "days": 3, "spots": ["a", {"b": false}]}')],
     ),
-    (
-        "gemma",
-        "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>"
-        "<start_function_call>call:now{}<end_function_call>",
-        "",
-        [("weather", OSLO), ("now", "{}")],
-    ),
+    ("gemma", "<start_function_call>call:weather{city:<escape>Oslo<escape>}<end_function_call>"
+     "<start_function_call>call:now{}<end_function_call>", "", [("weather", OSLO), ("now", "{}")]),
     ("gemma", f"<|tool_call>call:weather{OSLO}<tool_call|>", "", [("weather", OSLO)]),
     ("gemma", "<|tool_call>call:now{a<tool_call|>", "<|tool_call>call:now{a<tool_call|>", []),
     ("harmony", "<|channel|>final<|message|>Hi", "Hi", []),
@@ -194,15 +160,11 @@ CALLS = [
         "",
         [("now", "{}"), ("weather", OSLO)],
     ),
-    (
-        "harmony",
-        f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_CALL}",
-        "I look.",
-        [("weather", OSLO)],
-    ),
+    ("harmony", f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_CALL}",
+     "I look.", [("weather", OSLO)]),
     ("harmony", "No marks", "No marks", []),
     ("harmony", "<|channel|>fin", "<|channel|>fin", []),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("style", "text", "content", "calls"), CALLS)

@@ -80,32 +80,24 @@ def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (
-            {"drafter": "medusa", "num_augmenting_layers": 1},
-            "--drafter=medusa: a medusa head has no option num_augmenting_layers; its options: num",
-        ),
+        ({"drafter": "medusa", "num_augmenting_layers": 1},
+         "--drafter=medusa: a medusa head has no option num_augmenting_layers; its options: num"),
         ({"drafter": "medusa", "draft_rope_theta": 1e4}, "--drafter=medusa: .* no option rope;"),
-        (
-            {"num_positions": 3, "drafter_options": "num_positions=4"},
-            "give --num_positions or num_positions in --drafter_options, not both",
-        ),
+        ({"num_positions": 3, "drafter_options": "num_positions=4"},
+         "give --num_positions or num_positions in --drafter_options, not both"),
         ({"loss": "kl=1"}, "--loss=kl=1: the loss has no part 'kl'; the options are regression=F"),
         ({"loss": "hard_ce=1,dpace=2"}, r"=hard_ce=1,dpace=2: loss dpace \(2.0\) must lie in 0 "),
         ({"loss": "lk=1"}, "--loss=lk=1: the loss has no part 'lk'"),
         ({"loss": "soft_ce=-1"}, r"loss soft_ce \(-1.0\) must be at least 0, and finite"),
         ({"loss": "decay=nan"}, r"--loss=decay=nan: loss decay \(nan\) must be at least 0"),
-        (
-            {"drafter": "eagle", "drafter_options": "feature_noise=nan"},
-            r"feature_noise \(nan\) must be at least 0, and finite",
-        ),
-        (
-            {"drafter": "clover_lr", "loss": "decay=0.3"},
-            r"--loss=decay=0.3: decay \(0.3\) has no effect with dpace \(0.5\); add dpace=0",
-        ),
+        ({"drafter": "eagle", "drafter_options": "feature_noise=nan"},
+         r"feature_noise \(nan\) must be at least 0, and finite"),
+        ({"drafter": "clover_lr", "loss": "decay=0.3"},
+         r"--loss=decay=0.3: decay \(0.3\) has no effect with dpace \(0.5\); add dpace=0"),
         ({"drafter": "clover", "drafter_options": "regressive_block=x"}, "'x' is not one of"),
         ({"num_augmenting_layers": 0}, r"num_augmenting_layers \(0\) must be at least 1"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_the_head_cannot_take_is_refused(base, settings, message):
     with pytest.raises(UserError, match=message):
         config_of(base, **settings)

@@ -64,21 +64,6 @@ def test_log_probabilities_are_those_of_a_full_forward(name):
             assert not values[row, count:].any()
 
 
-def test_greedy_samples_are_plain_decodings_of_the_current_base():
-    rollouts = sampler()
-    plain = random_models(*random_head(TINY), TreeConfig.root_only()).plain().engine(3)
-    for step in (1, 2):
-        rollouts.update_base(moved_base(step))
-        found = rollouts.sample(PROMPTS, n=2, max_new_tokens=16, temperature=0.0)
-        rows = decode_all(plain, moved_base(step), {}, PROMPTS, 16, TINY.eos_token_ids)
-        for index, row in enumerate(rows):
-            for copy in (2 * index, 2 * index + 1):
-                count = found.lengths[copy]
-                assert found.tokens[copy, :count].tolist() == row.output_ids
-                assert found.finish_reasons[copy] == row.finish_reason
-        assert not found.logprobs.any()
-
-
 def test_a_prompt_is_read_once_for_all_its_completions():
     engine = sampler().models.engine(4, adapts=True)
     assert engine.prefill_size > len(PROMPTS[0])
@@ -104,14 +89,14 @@ def test_a_prompt_is_read_once_for_all_its_completions():
 @pytest.mark.parametrize(
     ("drafter", "tree", "updates"),
     [
-        ("clover2", "chain:3", 2),
+        ("clover2", "chain:3", 3),
         pytest.param("clover2", "chain:3", 20, marks=pytest.mark.slow),
         pytest.param("clover_lr", "chain:2+copy:3", 20, marks=pytest.mark.slow),
     ],
 )
 def test_after_every_update_samples_are_the_current_bases(drafter, tree, updates):
     rollouts, prompt = sampler(drafter, tree, batch_size=64), PROMPTS[0]
-    plain = random_models(*random_head(TINY), TreeConfig.root_only()).plain().engine(64)
+    plain = random_models(*random_head(TINY), TreeConfig.root_only()).plain().engine(3)
     statistic, degrees, used, made = 0.0, 0, set(), set()
     params = None
     with CompileClock() as compiling:
@@ -143,6 +128,8 @@ def test_after_every_update_samples_are_the_current_bases(drafter, tree, updates
             rows = decode_all(plain, params, {}, PROMPTS, 16, TINY.eos_token_ids)
             for copy, count in enumerate(found.lengths):
                 assert found.tokens[copy, :count].tolist() == rows[copy // 2].output_ids
+                assert found.finish_reasons[copy] == rows[copy // 2].finish_reason
+            assert not found.logprobs.any()
             if step > 1:
                 used.add(sum(array.nbytes for array in jax.live_arrays()))
                 made.add(compiling.seconds - before)
@@ -161,25 +148,6 @@ def chi_square(counts, expected):
     joined = [np.append(x[~rare], x[rare].sum()) for x in (counts, expected)]
     observed, wanted = (x[joined[1] > 0] for x in joined)
     return ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
-
-
-def test_an_update_compiles_nothing_and_keeps_no_second_base():
-    rollouts = sampler()
-
-    def rollout(step):
-        rollouts.update_base(moved_base(step))
-        rollouts.sample(PROMPTS, n=2, max_new_tokens=8, seed=step)
-        return sum(array.nbytes for array in jax.live_arrays())
-
-    bases = [moved_base(step) for step in range(1, 6)]  # the learner's, all there before
-    assert bases
-    rollout(1)
-    used = [rollout(2)]
-    with CompileClock() as compiling:
-        before = compiling.seconds
-        used += [rollout(step) for step in (3, 4, 5)]
-        assert compiling.seconds == before
-    assert len(set(used)) == 1
 
 
 def test_params_of_another_base_are_refused_by_name():
