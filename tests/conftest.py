@@ -43,7 +43,7 @@ PYTHON = (sys.executable, *WARNINGS)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Compiling with LLVM's optimisations takes longer than they save in programs so small. Tests
+    # Compiling with LLVM's optimizations takes longer than they save in programs so small. Tests
     # that are asked for by their mark measure times, or what a compiler makes of a program.
     if config.option.markexpr.startswith("not slow"):
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")

@@ -45,7 +45,7 @@ def save_random_head(folder: Path, base, kind, options=(), dtype="float32", **ch
 
 
 def save_tiny_draft(folder: Path, base_folder: Path, tree: str | None = "chain:2"):
-    """Write a Clover-2 draft initialised from the base; return its folder."""
+    """Write a Clover-2 draft initialized from the base; return its folder."""
     base = load_base(str(base_folder))
     config = registry.config_for_base("clover2", base.config)
     params = init_head(registry.head(config), base.params, jax.random.key(1))

@@ -1,6 +1,6 @@
 """Random tiny bases and heads: small enough to compile in seconds, lively enough to accept.
 
-Greedy text of a random model soon runs in circles, and a head initialised from the base follows
+Greedy text of a random model soon runs in circles, and a head initialized from the base follows
 it part of the way: accepted lengths from 0 to the tree's depth all occur.
 """
 

@@ -267,7 +267,7 @@ SGLANG = dataclasses.replace(
     name="eagle_sglang",
     config_fields=lambda config, base: eagle_fields(config, base.config, "LlamaForCausalLMEagle"),
     check_exportable=_check_for_sglang,
-    # SGLang would use uninitialised memory for a missing bias.
+    # SGLang would use uninitialized memory for a missing bias.
     more_tensors=lambda config: (
         {} if config.fc_bias else {"fc.bias": np.zeros(config.layer.hidden_size, np.float32)}
     ),

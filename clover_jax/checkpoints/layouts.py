@@ -47,7 +47,7 @@ def layout_for(to: str, kind: str) -> Layout:
     )
 
 
-def recognise(directory: Path) -> Layout:
+def recognize(directory: Path) -> Layout:
     """Return the layout of a folder of draft weights; raises UserError describing any other."""
     # Some layouts are named in config.json.
     values = read_config(directory / "config.json")

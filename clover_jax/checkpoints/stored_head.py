@@ -28,7 +28,7 @@ from clover_jax.checkpoints.card import (
 )
 from clover_jax.checkpoints.config_json import read_config
 from clover_jax.checkpoints.layout import Layout, tell_unread
-from clover_jax.checkpoints.layouts import NATIVE, recognise
+from clover_jax.checkpoints.layouts import NATIVE, recognize
 from clover_jax.checkpoints.loading import place_as
 from clover_jax.checkpoints.quantized_config import read_quantization
 from clover_jax.checkpoints.sources import find_directory, found_below
@@ -95,7 +95,7 @@ def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | Non
                 f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (third-party "
                 f"layouts){found_below(directory, (CARD, 'config.json'))}"
             )
-        return directory, recognise(directory)
+        return directory, recognize(directory)
 
     # A native head was trained with the rotary base in its config.
     if rope_theta is not None:

@@ -74,7 +74,7 @@ def encode_record(
         answers = [
             message
             for index, message in after_first_question(record.messages)
-            if message["role"] == "assistant" and index not in record.unlearnt
+            if message["role"] == "assistant" and index not in record.unlearned
         ]
         if any(content_text(one).strip() or one.keys() & {*WRITTEN} for one in answers):
             raise UserError(
@@ -105,7 +105,7 @@ def render_plain(record: Conversation) -> tuple[str, list[Span]]:
     for index, message in enumerate(record.messages):
         start = len(text)
         text += _plain_text(message, record.source)
-        if message["role"] == "assistant" and index not in record.unlearnt:
+        if message["role"] == "assistant" and index not in record.unlearned:
             # The newline counts too, so that the head learns where an answer ends.
             spans.append(Span(start, len(text)))
     return text, spans
@@ -136,7 +136,7 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     if not asked:
         return "", []
     messages = [message for _, message in asked]
-    are_learnt = [i not in record.unlearnt for i, one in asked if one["role"] == "assistant"]
+    are_learned = [i not in record.unlearned for i, one in asked if one["role"] == "assistant"]
 
     template = RowTemplate(tokenizer, record.source, record.variables)
     marked = template.marked_answers(messages)
@@ -151,15 +151,15 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
                 spans.append(answer.span_in(text, spans[-1].end if spans else 0))
 
     template.check(messages, text, False)
-    if all(are_learnt):
+    if all(are_learned):
         return text, spans
-    if len(spans) != len(are_learnt):
+    if len(spans) != len(are_learned):
         raise UserError(
             f"{record.source}: the base's chat template marks {len(spans)} answers of "
-            f"{len(are_learnt)}, so the ones not to be learned cannot be told apart; give another "
+            f"{len(are_learned)}, so the ones not to be learned cannot be told apart; give another "
             "--chat_template"
         )
-    return text, list(itertools.compress(spans, are_learnt))
+    return text, list(itertools.compress(spans, are_learned))
 
 
 def after_first_question(messages: Sequence[Message]) -> list[tuple[int, Message]]:

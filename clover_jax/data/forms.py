@@ -72,7 +72,7 @@ class Messages(NamedTuple):
     """Messages as chat templates read them, and the numbers of answers not to be learned."""
 
     messages: tuple[Message, ...]
-    unlearnt: tuple[int, ...] = ()
+    unlearned: tuple[int, ...] = ()
 
 
 def is_row(value: Any) -> bool:
@@ -125,19 +125,19 @@ def keys_with(form: str) -> set[str]:
 
 def _conversation(row: dict[str, Any], form: tuple[str, ...], source: str) -> Conversation:
     """Return the conversation of a row without nulls."""
-    messages, unlearnt = read_asked(row, form[0], source)
+    messages, unlearned = read_asked(row, form[0], source)
     if len(form) > 1:
         # Answers within the prompt have been given, and are not learned.
         given = tuple(i for i, one in enumerate(messages) if one["role"] == "assistant")
         answers = _side(row, form[1], "assistant", source)
-        unlearnt = (*given, *(len(messages) + index for index in answers.unlearnt))
+        unlearned = (*given, *(len(messages) + index for index in answers.unlearned))
         messages = (*messages, *answers.messages)
-    return Conversation(source, messages, read_variables(row, f"{source}: "), unlearnt)
+    return Conversation(source, messages, read_variables(row, f"{source}: "), unlearned)
 
 
 def read_asked(row: Mapping[str, Any], key: str, source: str) -> Messages:
     """Return the messages at a key of a row, or the text of a user's, after the system's."""
-    messages, unlearnt = _side(row, key, "user", source)
+    messages, unlearned = _side(row, key, "user", source)
     # Alpaca's rows have an empty input where there is none.
     for name in _MORE if key == "instruction" else ():
         more = _text(row.get(name) or "", f"{source}: {name}")
@@ -150,7 +150,7 @@ def read_asked(row: Mapping[str, Any], key: str, source: str) -> Messages:
         raise UserError(
             f"{source}: has {' or '.join(SYSTEM)} and a message of the system; give one of the two"
         )
-    return Messages((*system, *messages), tuple(len(system) + index for index in unlearnt))
+    return Messages((*system, *messages), tuple(len(system) + index for index in unlearned))
 
 
 def read_system(row: Mapping[str, Any], source: str) -> tuple[Message, ...]:
@@ -184,8 +184,8 @@ def read_messages(value: Any, place: str) -> Messages:
     if not isinstance(value, list):
         raise UserError(f"{place} must be a list of messages, not {shown(value)}")
     read = [_message(item, f"{place}[{index}]") for index, item in enumerate(value)]
-    unlearnt = (index for index, (_, is_learnt) in enumerate(read) if not is_learnt)
-    return Messages(tuple(message for message, _ in read), tuple(unlearnt))
+    unlearned = (index for index, (_, is_learned) in enumerate(read) if not is_learned)
+    return Messages(tuple(message for message, _ in read), tuple(unlearned))
 
 
 def _message(item: Any, place: str) -> tuple[Message, bool]:

@@ -47,13 +47,13 @@ class Conversation:
     """Messages; the base is imitated on what the assistant says.
 
     variables: what else the chat template may read, tools for example.
-    unlearnt: numbers of the assistant's messages that the row wants not to be learned.
+    unlearned: numbers of the assistant's messages that the row wants not to be learned.
     """
 
     source: str
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    unlearnt: tuple[int, ...] = ()
+    unlearned: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ def content_hash(record: Record) -> str:
     """Return SHA-256 of a record's content; its source does not matter."""
     # The same text under another name is the same data.
     content = dataclasses.asdict(record) | {"source": None}
-    if isinstance(record, Conversation) and not record.variables and not record.unlearnt:
+    if isinstance(record, Conversation) and not record.variables and not record.unlearned:
         content = {"source": None, "messages": record.messages}
         # Pairs: messages of text alone keep the hash, and their side of the split, of the past.
         if all(set(one) == {"role", "content"} for one in record.messages):

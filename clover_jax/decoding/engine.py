@@ -91,7 +91,7 @@ class _Row:
     matcher: of the request's form; it has read `num_matched` new tokens.
     forced: tokens that the form forces next, as far as they are drafted.
     error: why the row cannot go on.
-    num_learnt: tokens that need no learning: the prompt's, and those that a learner has taken.
+    num_learned: tokens that need no learning: the prompt's, and those that a learner has taken.
     """
 
     request: Request
@@ -104,7 +104,7 @@ class _Row:
     num_matched: int = 0
     forced: list[int] = dataclasses.field(default_factory=list)
     error: str | None = None
-    num_learnt: int = 0
+    num_learned: int = 0
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
     first_score: list[TokenScore] = dataclasses.field(default_factory=list)
 
@@ -360,7 +360,7 @@ class Engine:
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
         begun, num_given = self._compiling.now(), len(request.prompt_ids)
         self._rows[slot] = _Row(
-            request, begun, matcher=self._matcher(request), num_learnt=num_given
+            request, begun, matcher=self._matcher(request), num_learned=num_given
         )
         self._reading.append(slot)
         self._num_joined += 1
@@ -507,7 +507,7 @@ class Engine:
             learner.watch(seconds, count, greedy)
             for new, row in zip(news, chunk.rows.values(), strict=True):
                 ids = text.tokens[new.slot, : text.end[new.slot]]
-                row.num_learnt = learner.take(ids, row.num_learnt, new.is_last)
+                row.num_learned = learner.take(ids, row.num_learned, new.is_last)
         return news
 
     def learn(self) -> None:

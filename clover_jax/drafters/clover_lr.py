@@ -26,7 +26,7 @@ hundreds. So the head begins as the base's own prediction.
 The newest token enters by a matrix, as in EAGLE, and not by an Attention Decoder, as in Clover-2:
 that reads one [D, D] for three, and drafts more.
 
-W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f, W_t, W_i, b_i zero;
+W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialization: W_f, W_t, W_i, b_i zero;
 the Augmenting Block's layers as the base's last ones, one each, in their order, but for what they
 write, which is zero; W_s, W_e of orthonormal columns; C zero, so that the correction begins at
 nothing; R = lm_head Q with Q the r directions along which lm_head's rows are longest, so that
@@ -329,7 +329,7 @@ def make_config(
 def init_from_base(
     config: CloverLRConfig, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Initialise the head as the base, and all that it adds at nothing."""
+    """Initialize the head as the base, and all that it adds at nothing."""
     lm_head = base_params.get("lm_head", base_params["embedding"])
     layers = silent_layers(config, base_params, config.num_augmenting_layers)
     new: dict[str, Any] = layers | {

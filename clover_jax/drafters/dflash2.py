@@ -18,7 +18,7 @@ Losses: the cross-entropy of U to the text, and that of S where the true token i
 the text's token as a. Slot k weighs exp(-(k - 1) / gamma). A step trains blocks at M places of each
 row, drawn again at each step; all of them go through one forward.
 
-fc [n, D, D], A, B [V, r], G [D, r]. Initialisation: A normal, B zero, so that the selector begins
+fc [n, D, D], A, B [V, r], G [D, r]. Initialization: A normal, B zero, so that the selector begins
 at nothing; norm as the base's final one; the rest random. Without convolution (`conv_taps=0`) and
 selector (`rank=0`) this is DFlash.
 """

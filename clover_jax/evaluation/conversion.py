@@ -10,7 +10,7 @@ from flax.traverse_util import unflatten_dict
 
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.card import CARD, native_directory, write_native
-from clover_jax.checkpoints.layouts import NATIVE, layout_for, recognise
+from clover_jax.checkpoints.layouts import NATIVE, layout_for, recognize
 from clover_jax.checkpoints.loading import open_base
 from clover_jax.checkpoints.stored_head import StoredHead, open_head, read_draft, write_foreign
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
@@ -83,7 +83,7 @@ def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> Non
     def is_head(folder: Path) -> bool:
         # A base has a config.json too, and must not be replaced.
         try:
-            return (folder / CARD).is_file() or bool(recognise(folder))
+            return (folder / CARD).is_file() or bool(recognize(folder))
         except UserError:
             return False
 

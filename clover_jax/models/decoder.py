@@ -135,12 +135,12 @@ class SelfAttention(nn.Module):
         return result.reshape(len(x), -1, width), fresh
 
     def _norm(self, x: Float[Array, "*b H"], name: str) -> Float[Array, "*b H"]:
-        """Normalise each head by itself; all queries share one scale, all keys another."""
+        """Normalize each head by itself; all queries share one scale, all keys another."""
         scale = self.param(name, nn.initializers.ones, (self.config.head_dim,))
         return rms_norm(x, scale, self.config.rms_norm_eps)
 
     def _joint_norm(self, x: Float[Array, "B K *g T H"], name: str) -> Float[Array, "B K *g T H"]:
-        """Normalise the heads of a token together; each has scales of its own."""
+        """Normalize the heads of a token together; each has scales of its own."""
         scale = self.param(name, nn.initializers.ones, (*x.shape[1:-2], x.shape[-1]))
         # All that belongs to a token becomes one axis.
         tokens = jnp.moveaxis(x, -2, 1)

@@ -191,7 +191,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
             with contextlib.suppress(_Gone):
                 working.result()
     finally:
-        # Also where this request itself is cancelled: neither may go on without it.
+        # Also where this request itself is canceled: neither may go on without it.
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)

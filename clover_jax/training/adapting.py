@@ -127,10 +127,10 @@ class Adapter:
 
     def restore(self, state: AdapterState) -> None:
         """Go on from a state, such as an earlier run's; its arrays belong to the adapter then."""
-        learnt = state.train, state.kept
+        learned = state.train, state.kept
         if self._mesh is not None:
-            learnt = jax.device_put(learnt, param_shardings(learnt, self._mesh))
-        train, kept = jax.tree.map(jnp.asarray, learnt)
+            learned = jax.device_put(learned, param_shardings(learned, self._mesh))
+        train, kept = jax.tree.map(jnp.asarray, learned)
         # The ring is written to on the host: a step's texts are a few kilobytes.
         tokens, kind = np.array(state.tokens), np.array(state.kind)
         counts = state.texts, state.steps, state.taken_back, state.forwards

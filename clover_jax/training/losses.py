@@ -66,7 +66,7 @@ from clover_jax.training.pairs import (
     compact_targets,
     count_pairs,
     counted_pairs,
-    labelled_targets,
+    labeled_targets,
     shift_right,
     take_chunks,
     to_sources,
@@ -162,7 +162,7 @@ def distillation_loss(
         # The last place of a row wraps around to its first token; `has_next` masks it.
         next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1)).reshape(groups, -1),
         mask=mask.reshape(num_positions, groups, -1),
-        has_next=labelled_targets(batch.segment_ids).reshape(groups, -1),
+        has_next=labeled_targets(batch.segment_ids).reshape(groups, -1),
         weight=weight.reshape(num_positions, groups, -1),
         divisors=divisors,
         targets=compact_targets(mask, groups),
@@ -188,8 +188,8 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
     if spec.divisor == "positions":
         counted = Terms.alike(jnp.broadcast_to(counts.positions, counts.pairs.shape))
     else:
-        labelled = {"hard_ce": counts.labelled, "candidate_ce": counts.labelled}
-        counted = Terms.alike(counts.pairs)._replace(**labelled)
+        labeled = {"hard_ce": counts.labeled, "candidate_ce": counts.labeled}
+        counted = Terms.alike(counts.pairs)._replace(**labeled)
     # DFlash 2: one divisor for all positions, the sum of w_i over all counted pairs.
     if spec.divisor == "weights":
         decay = spec.decay ** jnp.arange(len(counts.pairs))
@@ -218,8 +218,8 @@ def _value_and_gradient(
     if head.config.loss.candidate_ce and head.module.rescores:
         # An anchored pair always has a true token.
         by_text = operands.anchors is None
-        labelled = operands.mask & operands.has_next if by_text else operands.mask
-        whole = jnp.where(labelled, operands.weight, 0).sum()
+        labeled = operands.mask & operands.has_next if by_text else operands.mask
+        whole = jnp.where(labeled, operands.weight, 0).sum()
         covered = _of_pairs(_candidate_weight, owned, hidden, operands).sum()
         # Without a covered pair the sum of the term is 0 as well, for any divisor.
         share = jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
@@ -314,7 +314,7 @@ def _label_probability(
     """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
     # The compiler drops all other terms.
     terms, _ = _pair_terms(position, operands, owned, u, chunk)
-    return jnp.where(_is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
+    return jnp.where(_is_labeled(chunk), jnp.exp(-terms.hard_ce), 0.0)
 
 
 def _candidate_weight(
@@ -322,7 +322,7 @@ def _candidate_weight(
 ) -> Float[Array, " c"]:
     """Return w_i where the true token is one of the head's candidates, else 0."""
     _, scores = _logits_and_scores(position, operands, owned, u)
-    is_candidate = chunk.mask & _is_labelled(chunk) & jnp.isfinite(_of_next_token(scores, chunk))
+    is_candidate = chunk.mask & _is_labeled(chunk) & jnp.isfinite(_of_next_token(scores, chunk))
     return jnp.where(is_candidate, chunk.weight, 0.0)
 
 
@@ -373,7 +373,7 @@ def _pair_terms(
 
     # The targets of the chunk that each term counts; see the module's docstring.
     mask, of_next = chunk.mask, _of_next_token(scores, chunk)
-    labelled = mask & _is_labelled(chunk)
+    labeled = mask & _is_labeled(chunk)
     in_reach = mask & chunk.proposable
 
     # SmoothL1, Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2. Of the columns of u
@@ -385,10 +385,10 @@ def _pair_terms(
     terms = Terms(
         regression=jnp.where(mask, smooth, 0.0),
         soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
-        hard_ce=jnp.where(labelled, log_total - _of_next_token(logits, chunk), 0.0),
+        hard_ce=jnp.where(labeled, log_total - _of_next_token(logits, chunk), 0.0),
         total_variation=jnp.where(in_reach, rejection, 0.0),
         candidate_ce=jnp.where(
-            labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
+            labeled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
         ),
     )
     # By the scores after `rescore`, since decoding proposes by those.
@@ -412,6 +412,6 @@ def _of_next_token(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, "
     return jnp.where(is_next, logits, 0).sum(axis=-1)
 
 
-def _is_labelled(chunk: Chunk) -> Bool[Array, " c"]:
+def _is_labeled(chunk: Chunk) -> Bool[Array, " c"]:
     """Return which targets have a next token that the head can propose."""
     return chunk.has_next & (chunk.next_tokens >= 0)

@@ -55,7 +55,7 @@ def pair_mask(
     """
     # Both are unset where the row has no such token.
     before, after = shift_right(loss_mask, 1), jnp.pad(loss_mask[:, 1:], ((0, 0), (0, 1)))
-    counted = before if convention == "release" else after & labelled_targets(segment_ids)
+    counted = before if convention == "release" else after & labeled_targets(segment_ids)
 
     masks = []
     for i in range(num_positions):
@@ -74,7 +74,7 @@ def sample_anchors(key: Array, batch: Batch, count: int) -> Int[Array, "B M"]:
     than `count` of them is filled up with its last place, at which no pair counts.
     """
     size = batch.tokens.shape[1]
-    is_possible = batch.loss_mask & labelled_targets(batch.segment_ids)
+    is_possible = batch.loss_mask & labeled_targets(batch.segment_ids)
     # The largest of random numbers give a sample without repeats.
     order = jnp.where(is_possible, jax.random.uniform(key, batch.tokens.shape), -1.0)
     value, anchors = jax.lax.top_k(order, min(count, size))
@@ -106,7 +106,7 @@ def anchored_mask(
     return jnp.stack(masks)
 
 
-def labelled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
+def labeled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
     """Return [b, s] True where x_{s+1}, the label at s, is of the same document.
 
     Example: segment_ids [[1, 1, 2, 0]] give [[T, F, F, F]].
@@ -125,12 +125,12 @@ class PairCounts(NamedTuple):
     """Numbers of counted pairs; a batch has the sums over its parts.
 
     pairs:     [P] by draft position.
-    labelled:  [P] the pairs whose target has a next token in its own document.
+    labeled:  [P] the pairs whose target has a next token in its own document.
     positions: [] positions of the text, padding too, or anchors.
     """
 
     pairs: Int[Array, " P"]
-    labelled: Int[Array, " P"]
+    labeled: Int[Array, " P"]
     positions: Int[Array, ""]
 
 
@@ -138,10 +138,10 @@ def count_pairs(mask: Bool[Array, "P B S"], batch: Batch) -> PairCounts:
     """Count the pairs of `pair_mask`, or of `anchored_mask` for a batch with anchors."""
     # The target of an anchor's pair always has a label.
     by_text = batch.anchors is None
-    labelled = mask & labelled_targets(batch.segment_ids) if by_text else mask
+    labeled = mask & labeled_targets(batch.segment_ids) if by_text else mask
     return PairCounts(
         pairs=mask.sum(axis=(1, 2)),
-        labelled=labelled.sum(axis=(1, 2)),
+        labeled=labeled.sum(axis=(1, 2)),
         # An array, so that the counts of several parts can be stacked and summed.
         positions=jnp.asarray(mask[0].size, jnp.int32),
     )

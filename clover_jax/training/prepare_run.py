@@ -192,18 +192,18 @@ def show_samples(
     samples: RecordSamples, count: int, tokenizer: PreTrainedTokenizerBase | None, file: TextIO
 ) -> None:
     """Write some samples, spread evenly: what counts in green, or in brackets on no terminal."""
-    in_colour = wants_color(file)
-    marks = "in green" if in_colour else f"between {_OPEN} and {_CLOSE}"
+    in_color = wants_color(file)
+    marks = "in green" if in_color else f"between {_OPEN} and {_CLOSE}"
     # Rounded up, so that no more are shown than were asked for.
     for index in range(0, len(samples), max(1, -(-len(samples) // count))):
         sample = samples[index]
         source, size = samples.sections[index].source, len(sample.tokens)
         file.write(f"== {source}: {size} tokens, {sample.loss_mask.sum()} to learn, {marks}\n")
-        file.write(f"{marked_text(sample, tokenizer, in_colour)}\n")
+        file.write(f"{marked_text(sample, tokenizer, in_color)}\n")
     file.flush()
 
 
-def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_colour: bool) -> str:
+def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_color: bool) -> str:
     """Return a sample's text, special tokens included, with what counts marked."""
     # Each run of tokens with the same mask is decoded as one part.
     parts, end = [], 0
@@ -217,7 +217,7 @@ def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_c
                 str(tokenizer.decode(sample.tokens[:stop].tolist())) for stop in (start, end)
             )
             text = whole[len(before) :]
-        if in_colour:
+        if in_color:
             parts.append(f"{_COUNTED if counts else _REST}{text}{_RESET}")
         else:
             parts.append(f"{_OPEN}{text}{_CLOSE}" if counts else text)

@@ -145,8 +145,8 @@ class Sampler:
             updates = engine.stream(base, draft, requests, self.adapter)
             rows = [update.row for update in updates if update.done]
         if self.adapter is not None and self.models.draft is not None:
-            learnt = dataclasses.replace(self.models.draft, params=self.adapter.params)
-            self.models = dataclasses.replace(self.models, draft=learnt)
+            learned = dataclasses.replace(self.models.draft, params=self.adapter.params)
+            self.models = dataclasses.replace(self.models, draft=learned)
         return _gather(sorted(rows, key=lambda row: row.index), max_new_tokens)
 
     def _requests(

@@ -153,19 +153,19 @@ def recorded_settings(workdir: Path) -> TrainSettings | None:
 
 
 def check_resumable(
-    workdir: Path, settings: TrainSettings, identity: dict[str, str | None], learnt: bool
+    workdir: Path, settings: TrainSettings, identity: dict[str, str | None], learned: bool
 ) -> None:
     """Refuse to resume a run that was trained with other settings.
 
     identity: name -> hash of what the run depends on: a folder may have moved, and a file may have
         other contents under the old name. Earlier versions recorded some of them only.
-    learnt: whether the workdir holds anything that depends on them; a run that was refused before
+    learned: whether the workdir holds anything that depends on them; a run that was refused before
         its first step may be corrected.
     Raises UserError naming the flag.
     """
     # Read back as settings: fields that this version added have their defaults in earlier runs.
     recorded = recorded_settings(workdir)
-    if recorded is None or not learnt:
+    if recorded is None or not learned:
         return
     before, now = recorded.to_dict(), settings.to_dict()
 

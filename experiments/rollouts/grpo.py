@@ -132,10 +132,10 @@ def train(options: RolloutOptions, folder: Path, clock: CompileClock) -> None:
     update = make_update(models.base.config, optimizer)
     if saved.is_file():
         like = 0, params, state, adapter and adapter.state
-        done, params, state, learnt = from_bytes(like, saved.read_bytes())
+        done, params, state, learned = from_bytes(like, saved.read_bytes())
         params, state = jax.tree.map(jnp.asarray, (params, state))
         if adapter is not None:
-            adapter.restore(learnt)
+            adapter.restore(learned)
 
     # A killed run may have written the row of an update whose state it had not.
     path, settings = folder / "updates.jsonl", dataclasses.asdict(options)

@@ -1,4 +1,4 @@
-"""The optimiser of `pretrain`: Muon for matrices, Adam for everything else."""
+"""The optimizer of `pretrain`: Muon for matrices, Adam for everything else."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ tokens that share no context; each window starts from the BOS token.
 {num_kv_heads} key/value heads of {head_dim}, tied embeddings, rotary base {theta:g},
 context {context}.
 
-## Licence of the data
+## License of the data
 
-The standard library comes under the PSF licence. No module is stored here; the prompts are short
+The standard library comes under the PSF license. No module is stored here; the prompts are short
 excerpts.
 """
 

@@ -27,12 +27,12 @@ from experiments.tiny_base.token_windows import TokenStream, Windows
 class PretrainState(NamedTuple):
     """What a checkpoint holds.
 
-    params, optimiser: pytrees of arrays.
-    step: optimiser steps done; tokens: tokens read; seconds: wall-clock time spent.
+    params, optimizer: pytrees of arrays.
+    step: optimizer steps done; tokens: tokens read; seconds: wall-clock time spent.
     """
 
     params: Params
-    optimiser: optax.OptState
+    optimizer: optax.OptState
     step: int
     tokens: int
     seconds: float
@@ -60,14 +60,14 @@ def init_params(base: BaseConfig, seed: int) -> Params:
 
 @lru_cache
 def make_step(base: BaseConfig, config: PretrainConfig) -> Callable:
-    """Return `step(params, optimiser, windows, rate) -> params, optimiser, loss`, compiled."""
+    """Return `step(params, optimizer, windows, rate) -> params, optimizer, loss`, compiled."""
     decoder, transform = Decoder(base), _transform(config)
 
     def part_loss(params, part):
         return token_loss(decoder, params, part).sum()
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, optimiser, windows, rate):
+    def step(params, optimizer, windows, rate):
         def add_part(total, part):
             return jax.tree.map(jnp.add, total, jax.value_and_grad(part_loss)(params, part)), None
 
@@ -77,9 +77,9 @@ def make_step(base: BaseConfig, config: PretrainConfig) -> Callable:
         (loss, gradient), _ = jax.lax.scan(add_part, zero, parts)
         count = windows.weights.sum()
         gradient = jax.tree.map(lambda g: g / count, gradient)
-        updates, optimiser = transform.update(gradient, optimiser, params)
+        updates, optimizer = transform.update(gradient, optimizer, params)
         params = jax.tree.map(lambda p, u: p + rate * u, params, updates)
-        return params, optimiser, loss / count
+        return params, optimizer, loss / count
 
     return step
 
@@ -128,7 +128,7 @@ def pretrain(
     while (progress := progress_of(state, config)) < 1:
         windows = stream.batch(state.step, config.length_at(progress))
         rate = config.learning_rate * config.rate_at(progress)
-        params, optimiser, loss = step_function(state.params, state.optimiser, windows, rate)
+        params, optimizer, loss = step_function(state.params, state.optimizer, windows, rate)
         loss = float(loss)
         if not np.isfinite(loss):
             raise UserError(
@@ -136,6 +136,6 @@ def pretrain(
             )
         seconds = spent_before + time.monotonic() - started
         tokens = state.tokens + windows.inputs.size
-        state = PretrainState(params, optimiser, state.step + 1, tokens, seconds)
+        state = PretrainState(params, optimizer, state.step + 1, tokens, seconds)
         on_step(state, loss, progress)
     return state

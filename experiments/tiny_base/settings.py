@@ -26,11 +26,11 @@ class PretrainConfig(JsonConfig):
     """
 
     seed: int = setting(0, "the seed of everything random")
-    steps: int = setting(2000, "optimiser steps", least=1)
+    steps: int = setting(2000, "optimizer steps", least=1)
     minutes: float = setting(
         0.0, "time budget; the schedule ends with it if before --steps. 0: none"
     )
-    tokens_per_step: int = setting(8192, "tokens of an optimiser step", least=1)
+    tokens_per_step: int = setting(8192, "tokens of an optimizer step", least=1)
     learning_rate: float = setting(0.02, "Muon's peak learning rate")
     embedding_learning_rate: float = setting(0.004, "Adam's, for embeddings")
     weight_decay: float = setting(0.05, "decoupled weight decay of matrices")

@@ -64,7 +64,7 @@ def test_prefixes_of_trainers_are_left_out_and_named(
     assert len(said.splitlines()) == 1
 
 
-def test_a_head_with_a_trainers_prefix_is_recognised(fixtures_dir, tmp_path, capsys):
+def test_a_head_with_a_trainers_prefix_is_recognized(fixtures_dir, tmp_path, capsys):
     base = load_base(str(fixtures_dir / "clover2_reference" / "base"))
     head = copy_of(fixtures_dir / "clover2_reference" / "clover2", tmp_path / "head")
     expected = load_draft(str(head), base).params

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.checkpoints.clover2 import COPIES
-from clover_jax.checkpoints.layouts import recognise
+from clover_jax.checkpoints.layouts import recognize
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.config import RopeConfig
@@ -72,7 +72,7 @@ FIELDS = {
 @layouts
 def test_reading_and_writing_gives_the_same_tensors(references, tmp_path, layout):
     base, head = references[layout]
-    assert recognise(head).name == layout
+    assert recognize(head).name == layout
     config, params = read_layout(layout, head, base)
     write_layout(layout, tmp_path / "written", config, params, base)
     assert_same_tensors(head, tmp_path / "written")
@@ -323,4 +323,4 @@ def test_a_folder_of_no_known_layout_is_described(tmp_path, tensor, message):
     (tmp_path / "config.json").write_text("{}")
     save_file({tensor: np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        recognise(tmp_path)
+        recognize(tmp_path)

@@ -77,7 +77,7 @@ def test_segments_are_pieces_of_documents_with_their_masks():
         assert not batch.tokens[padding].any()
 
 
-def test_an_epoch_holds_every_token_that_can_be_learnt():
+def test_an_epoch_holds_every_token_that_can_be_learned():
     rows = counting_rows(count=40)
     seen = {int(t) for b in take(40, rows) for t in b.tokens[b.segment_ids > 0]}
     wanted = {token for row in rows for token in (*row.prompt_ids, *row.output_ids)[1:-1]}

@@ -142,8 +142,8 @@ def test_a_conversation_of_texts_keeps_the_hash_of_earlier_versions():
         {"source": None, "messages": [["user", "a"], ["assistant", "b"]]}
     )
     with_tools = conversation("f", (("user", "a"), ("assistant", "b")), variables={"tools": [1]})
-    unlearnt = conversation("f", (("user", "a"), ("assistant", "b")), unlearnt=(1,))
-    assert len({content_hash(one) for one in (record, with_tools, unlearnt)}) == 3
+    unlearned = conversation("f", (("user", "a"), ("assistant", "b")), unlearned=(1,))
+    assert len({content_hash(one) for one in (record, with_tools, unlearned)}) == 3
 
 
 def test_hashes_ignore_where_and_heed_what():

@@ -1,4 +1,4 @@
-"""Messages reach the chat template whole, and what is learnt includes calls."""
+"""Messages reach the chat template whole, and what is learned includes calls."""
 
 import json
 
@@ -73,8 +73,8 @@ def with_template(tokenizer, template):
     return tokenizer
 
 
-def learnt(row, tokenizer):
-    """Return the texts of the runs of tokens that are learnt."""
+def learned(row, tokenizer):
+    """Return the texts of the runs of tokens that are learned."""
     (record,) = parse_row(row, "f")
     encoded = encode_record(record, tokenizer, 300)
     runs = np.split(encoded.tokens, np.flatnonzero(np.diff(encoded.loss_mask)) + 1)
@@ -124,24 +124,24 @@ def test_a_conversation_is_rendered_as_transformers_renders_it(tokenizer, family
         ]),
     ],
 )  # fmt: skip
-def test_a_call_is_learnt(tokenizer, template, row, expected):
+def test_a_call_is_learned(tokenizer, template, row, expected):
     with_template(tokenizer, template)
-    assert learnt({"messages": ROWS[row]}, tokenizer)[:-1] == expected
+    assert learned({"messages": ROWS[row]}, tokenizer)[:-1] == expected
 
 
 @pytest.mark.parametrize("family", ["mistral", "hermes", "plain roles"])
 def test_answers_of_several_turns_with_calls_are_learnt_and_nothing_else(tokenizer, family):
     with_template(tokenizer, FAMILIES[family])
     row = {"messages": ROWS["several turns with calls"], "tools": TOOLS}
-    for run, city in zip(learnt(row, tokenizer)[::2], ("Oslo", "Rome"), strict=True):
+    for run, city in zip(learned(row, tokenizer)[::2], ("Oslo", "Rome"), strict=True):
         assert city in run
         assert "4 degrees" not in run
-    for run in learnt(row, tokenizer)[1::2]:
+    for run in learned(row, tokenizer)[1::2]:
         assert run == "It is 4 degrees.</s>"
-    assert len(learnt(row, tokenizer)) == 4
+    assert len(learned(row, tokenizer)) == 4
 
 
-def test_marks_of_a_template_itself_are_what_is_learnt(tokenizer):
+def test_marks_of_a_template_itself_are_what_is_learned(tokenizer):
     with_template(tokenizer, GENERATION)
     for messages in ROWS.values():
         (record,) = parse_row({"messages": messages}, "f")
@@ -157,10 +157,10 @@ def test_a_template_without_calls_is_refused_rather_than_taught_to_say_nothing(t
     with_template(tokenizer, "{% for m in messages %}<{{ m.role }}>{{ m.content or '' }}</s>"
                   "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")  # fmt: skip
     with pytest.raises(UserError, match="f: the base's chat template leaves out the calls in answ"):
-        learnt({"messages": ROWS["null content"]}, tokenizer)
+        learned({"messages": ROWS["null content"]}, tokenizer)
     tokenizer.chat_template = None
     with pytest.raises(UserError, match="f: the model has no chat template, without which tool_ca"):
-        learnt({"messages": ROWS["a call"]}, tokenizer)
+        learned({"messages": ROWS["a call"]}, tokenizer)
 
 
 SKIPPING = "if m.role in ['user', 'assistant'] %}"
@@ -174,7 +174,7 @@ def test_roles_are_the_templates_affair_and_one_that_it_skips_is_refused(tokeniz
     assert render_chat(record, tokenizer)[0].startswith(f"[{role}]be brief[user]Weather")
     loop = "{% for m in messages %}"
     with_template(tokenizer, PLAIN_ROLES.replace(loop, loop.replace("%}", SKIPPING)))
-    for read, messages in ((learnt, row["messages"]), (prompt_text, row["messages"][:2])):
+    for read, messages in ((learned, row["messages"]), (prompt_text, row["messages"][:2])):
         with pytest.raises(UserError, match=f'leaves out message 0, of the role "{role}"'):
             read({"messages": messages}, tokenizer)
 
@@ -211,7 +211,7 @@ def test_arguments_in_json_text_are_read_as_servers_read_them(tokenizer):
     with_template(tokenizer, PLAIN_ROLES)
     as_text = [ASK, {**CALL, "tool_calls": [call()]}, RESULT, ANSWER]
     as_text[1]["tool_calls"][0]["function"]["arguments"] = '{"city":"Oslo"}'
-    assert learnt({"messages": as_text}, tokenizer) == learnt(
+    assert learned({"messages": as_text}, tokenizer) == learned(
         {"messages": ROWS["a call"]}, tokenizer
     )
     for calls in ([], None):
@@ -313,10 +313,10 @@ def test_answers_are_learnt_as_the_row_marks_them(tokenizer, key, template):
     first, second = {**ANSWER, "content": "one"}, {**ANSWER, "content": "two"}
     for off, on in ((0, 1), (False, True), (0.0, None)):
         row = {"messages": [{**ASK, key: 0}, {**first, key: off}, ASK, {**second, key: on}]}
-        (text,) = learnt(row, tokenizer)
+        (text,) = learned(row, tokenizer)
         assert text.startswith("two")
         assert "one" not in text
-    # Not a token is learnt, which is what the row wants.
+    # Not a token is learned, which is what the row wants.
     row = {"messages": [ASK, {**first, key: 0}]}
     assert not encode_record(parse_row(row, "f")[0], tokenizer, 300).loss_mask.any()
 
@@ -340,5 +340,5 @@ def test_marks_that_are_not_understood_are_refused_or_named(tokenizer):
 def test_a_completion_is_learnt_and_answers_in_its_prompt_are_not(tokenizer):
     with_template(tokenizer, PLAIN_ROLES)
     row = {"prompt": [ASK, ANSWER, ASK], "completion": [CALL, RESULT, {**ANSWER, "content": "x"}]}
-    assert learnt(row, tokenizer) == ['<call>weather {"city": "Oslo"}</call></s>', "x</s>"]
-    assert learnt({"prompt": "a", "completion": "b"}, tokenizer) == ["b</s>"]
+    assert learned(row, tokenizer) == ['<call>weather {"city": "Oslo"}</call></s>', "x</s>"]
+    assert learned({"prompt": "a", "completion": "b"}, tokenizer) == ["b</s>"]

@@ -177,7 +177,7 @@ def plain():
         pytest.param("clover_lr", "clover4+copy:5", marks=pytest.mark.slow),
     ],
 )
-def test_text_is_plain_decodings_and_no_row_depends_on_its_neighbours(plain, head, tree):
+def test_text_is_plain_decodings_and_no_row_depends_on_its_neighbors(plain, head, tree):
     drafter = random_head(name=head)
     tree = CopyTree("small+copy:5", SMALL_TREE, 5) if tree == "small" else parse_tree(tree)
     rows = decoded(drafter, tree, PROMPTS, 40)

@@ -364,7 +364,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture(autouse=True)
-def colourful(monkeypatch):
+def colorful(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
@@ -402,7 +402,7 @@ def test_a_terminal_shows_the_prompt_dim_and_each_step_in_its_shade(tokenizer, m
     shown = show(Terminal(), tokenizer, {"prompt": "x"}, ids, [2, 1])
     dim, one, two, off = "\033[2m", "\033[32m", "\033[96m", "\033[0m"
     assert shown == f"{dim}x{off}{one}a{off}{two}bcd{off}{one}ef{off}\n"
-    # Where colours are not wanted the text is plain.
+    # Where colors are not wanted the text is plain.
     for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
         with monkeypatch.context() as patched:
             patched.setenv(name, value)

@@ -225,7 +225,7 @@ def test_as_many_tokens_stay_where_a_compiler_computes_soft_caps_twice(top_k, to
 
 
 @pytest.mark.parametrize("further", [0, 1], ids=["rounds up", "rounds down"])
-def test_of_neighbouring_numbers_the_smaller_is_cut(further):
+def test_of_neighboring_numbers_the_smaller_is_cut(further):
     # What lies half-way between them rounds to one of the two.
     larger = -np.float32(5)
     for _ in range(further):

@@ -16,7 +16,7 @@ from tests.conftest import PYTHON, REPOSITORY, rows_in, run_command
 from tests.tiny_checkpoints import copy_of
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
-# Random texts do not parse; how many letters they have can be learnt. Few texts fill the ring.
+# Random texts do not parse; how many letters they have can be learned. Few texts fill the ring.
 EASY = (
     "grpo.AIMS['parses'] = lambda prompt, text: len(set(text)) / 12\n"
     "adapting.ROWS, adapting.LENGTH, adapting.RING = 2, 32, 2\n"

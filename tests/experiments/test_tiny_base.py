@@ -325,7 +325,7 @@ def short(x):
 class Shape(Base):
     """A shape."""
 
-    colour = 1
+    color = 1
 
     async def area(self, scale: float) -> float:
         """Return the area.

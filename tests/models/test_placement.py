@@ -84,7 +84,7 @@ def test_every_drafter_has_a_place_for_each_param_and_little_is_replicated(kind)
     assert bytes_per_device(shapes, param_shardings(shapes, MESH)) < 1.01 * whole / 4
 
 
-def test_the_optimiser_lies_where_its_params_do():
+def test_the_optimizer_lies_where_its_params_do():
     head = registry.head(registry.config_for_base("clover2", TINY))
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0))
     state = jax.eval_shape(lambda base: init_state(config, base, 0), base_shapes(TINY))

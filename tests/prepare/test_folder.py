@@ -119,7 +119,7 @@ def test_preview_marks_what_counts(command, base, data):
     assert json.loads(lines[-1])["looked_at"]["counted"] > 0
 
 
-def test_preview_is_in_colour_on_a_terminal(command, base, data, monkeypatch):
+def test_preview_is_in_color_on_a_terminal(command, base, data, monkeypatch):
     monkeypatch.setattr("clover_jax.training.prepare_run.wants_color", lambda file: True)
     _, out, _ = command("--preview", base=base, data=data, seq_len=SEQ_LEN)
     assert "[assistant]\033[0m\033[32m" in out

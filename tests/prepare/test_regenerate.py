@@ -57,8 +57,8 @@ def test_samples_hold_the_bases_own_answers_answer_by_answer(folders, plain):
     assert len(rows) == 3
     kept = [samples[index] for index in range(len(samples))]
     answers = [rows[0]["output_ids"], *rows[1]["output_ids"], rows[2]["output_ids"]]
-    learnt = [token for sample in kept for token in sample.tokens[sample.loss_mask].tolist()]
-    assert learnt == [token for answer in answers for token in answer]
+    learned = [token for sample in kept for token in sample.tokens[sample.loss_mask].tolist()]
+    assert learned == [token for answer in answers for token in answer]
     # The second answer was given to the first one, which is the base's own.
     tokenizer = load_tokenizer(folders[0])
     asked = tokenizer.decode(rows[1]["prompt_ids"][1])

@@ -49,9 +49,9 @@ def test_text_cannot_become_markup_a_key_is_not_stored_and_every_field_has_a_lab
     assert set(fields) == set(re.findall(r"<label for=\"([^\"]+)\"", SOURCE))
 
 
-def luminance(colour):
+def luminance(color):
     """Return the relative luminance of WCAG 2."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
     return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
@@ -64,7 +64,7 @@ def contrast(one, other):
 @pytest.mark.parametrize("scheme", (0, 1), ids=("light", "dark"))
 def test_text_stands_out_from_what_it_stands_on(scheme):
     root = re.findall(r":root \{([^}]*)\}", SOURCE)[scheme]
-    colours = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", root))
+    colors = dict(re.findall(r"--([a-z-]+): (#[0-9a-f]{6});", root))
     on = {
         "text": ("back", "panel", "even", "odd", "copied-even", "copied-odd"),
         "quiet": ("back", "panel"),
@@ -74,8 +74,8 @@ def test_text_stands_out_from_what_it_stands_on(scheme):
     }
     for front, backs in on.items():
         for back in backs:
-            assert contrast(colours[front], colours[back]) >= 4.5, (front, back)
-    assert contrast(colours["line"], colours["panel"]) >= 3  # the border of a field
+            assert contrast(colors[front], colors[back]) >= 4.5, (front, back)
+    assert contrast(colors["line"], colors["panel"]) >= 3  # the border of a field
 
 
 def test_the_page_is_there_before_the_model_and_without_a_key():
@@ -155,7 +155,7 @@ def test_the_page_shows_what_each_forward_gave(tab, url):
     text = tab.value("document.querySelector('#text').textContent")
     assert text == answer["choices"][0]["text"]
     assert f"The prompt had {answer['usage']['prompt_tokens']} tokens." in said
-    # Neighbours differ in shade, and some of them hold copies.
+    # Neighbors differ in shade, and some of them hold copies.
     stretches = tab.value("[...document.querySelectorAll('#text span')].map(s => s.className)")
     shades = [names.split()[0] for names in stretches]
     assert set(shades) == {"even", "odd"}

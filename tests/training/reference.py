@@ -39,7 +39,7 @@ def plain_loss(
         mask = pair["mask"].astype(jnp.float32)
         for name, values in pair["terms"].items():
             # H counts only where the token to predict is of the target's document.
-            weights = mask * pair["labelled"] if name in ("hard_ce", "candidate_ce") else mask
+            weights = mask * pair["labeled"] if name in ("hard_ce", "candidate_ce") else mask
             counted = {
                 "pairs": weights.sum(),
                 "positions": batch.tokens.size,
@@ -57,7 +57,7 @@ def plain_loss(
 def _all_weights(spec, pairs, name):
     """Return the sum of decay^i over all pairs that a term counts."""
     told = name in ("hard_ce", "candidate_ce")
-    masks = [pair["mask"] & pair["labelled"] if told else pair["mask"] for pair in pairs]
+    masks = [pair["mask"] & pair["labeled"] if told else pair["mask"] for pair in pairs]
     return sum(spec.decay**i * mask.sum() for i, mask in enumerate(masks))
 
 
@@ -86,14 +86,14 @@ def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
 
     # The token to predict is of the target's document, or there is none.
     after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]
-    labelled = after == segment[:, target]
+    labeled = after == segment[:, target]
     is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
 
     # R, S, H, V and C of each pair.
     wanted = is_next if spec.proposable == "text" else full.argmax(axis=-1)[..., None] == table
     proposable = wanted.any(axis=-1)
     if spec.proposable == "text":
-        proposable |= ~labelled
+        proposable |= ~labeled
     distance = jnp.abs(u - g)
     smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
     rejection = 0.5 * jnp.abs(p - q).sum(axis=-1)
@@ -106,8 +106,8 @@ def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
     }
     return {
         "mask": mask,
-        "labelled": labelled,
-        "label": jnp.where(is_next, q, 0).sum(axis=-1) * labelled,
+        "labeled": labeled,
+        "label": jnp.where(is_next, q, 0).sum(axis=-1) * labeled,
         "terms": terms,
         "hits": (logits.argmax(axis=-1) == p.argmax(axis=-1)) & proposable,
     }

@@ -114,8 +114,8 @@ def test_a_head_learns_from_greedy_texts_and_changes_none(name):
     assert taus[-1] > taus[0]
     after = drafted(rollouts.adapter)
     assert any((old != new).any() for old, new in zip(before, after, strict=True))
-    for own, learnt in zip(jax.tree.leaves(rollouts.models.draft_params), after, strict=True):
-        np.testing.assert_array_equal(own, learnt)
+    for own, learned in zip(jax.tree.leaves(rollouts.models.draft_params), after, strict=True):
+        np.testing.assert_array_equal(own, learned)
 
 
 @pytest.mark.slow
@@ -216,7 +216,7 @@ def test_generate_keeps_what_a_head_has_learnt_and_goes_on_from_it(tmp_path, cap
         assert f"the head made {provenance['adapter_steps']} steps" in said
         assert provenance["adapter_steps"] > before
         before = provenance["adapter_steps"]
-    assert run("learnt.jsonl", draft=folder)[0] == expected
+    assert run("learned.jsonl", draft=folder)[0] == expected
 
     again = run("3.jsonl", f"--adapt={folder}", draft=folder, status=2)
     assert f"{folder} has a head that began from another draft" in again

@@ -31,7 +31,7 @@ DPACE = dataclasses.replace(ALL_TERMS, dpace=0.5)
 # Op by op, every operation on every shape would be compiled by itself.
 anchored_mask = jax.jit(pairs.anchored_mask, static_argnames="num_positions")
 compact_targets = jax.jit(pairs.compact_targets, static_argnames="groups")
-labelled_targets = jax.jit(pairs.labelled_targets)
+labeled_targets = jax.jit(pairs.labeled_targets)
 pair_mask = jax.jit(pairs.pair_mask, static_argnames=("num_positions", "convention"))
 sample_anchors = jax.jit(pairs.sample_anchors, static_argnums=2)
 
@@ -297,7 +297,7 @@ def test_pairs_give_the_examples_of_the_docstrings():
     np.testing.assert_array_equal(mask[:, 0], [[no, yes, yes, no, no], [no, no, yes, no, no]])
     mask = pair_mask(*arguments, num_positions=2, convention="release")
     np.testing.assert_array_equal(mask[:, 0], [[no, no, yes, yes, no]] * 2)
-    np.testing.assert_array_equal(labelled_targets(jnp.array([[1, 1, 2, 0]])), [[yes, no, no, no]])
+    np.testing.assert_array_equal(labeled_targets(jnp.array([[1, 1, 2, 0]])), [[yes, no, no, no]])
     batch = Batch(segments, segments, segments, segments > 0)
     mask = anchored_mask(batch, jnp.array([[0, 1]]), num_positions=2)
     np.testing.assert_array_equal(mask, [[[yes, yes]], [[yes, no]]])
@@ -320,7 +320,7 @@ def test_the_release_counts_a_pair_by_the_mask_of_the_position_before_its_target
 
 def test_anchors_are_supervised_tokens_that_their_document_goes_on_from():
     batch = random_batch(rows=2, size=40)
-    possible = np.asarray(batch.loss_mask & labelled_targets(batch.segment_ids))
+    possible = np.asarray(batch.loss_mask & labeled_targets(batch.segment_ids))
     all_of_row = np.asarray(sample_anchors(jax.random.key(0), batch, 64))
     some, others = (np.asarray(sample_anchors(jax.random.key(seed), batch, 5)) for seed in range(2))
     for row in range(2):

@@ -136,7 +136,7 @@ def test_a_change_that_makes_a_resume_wrong_is_refused(whole_run, data, change):
         run_training(settings(data, eval_every=3, **change), whole_run[0], threading.Event())
 
 
-def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
+def test_flags_may_be_corrected_until_something_was_learned(data, tmp_path):
     run_training(settings(data), tmp_path, StopAfter(0))  # before the first step
     corrected = settings(data, learning_rate=0.5)
     run_training(corrected, tmp_path, StopAfter(0))
@@ -219,14 +219,14 @@ def test_what_turns_records_into_samples_must_be_what_it_was(data, tmp_path, nam
     chosen = settings(data)
     now = {"base": "b", "data": "d", "tokenizer": "t", "chat_template": None}
     record_settings(tmp_path, chosen, now)
-    check_resumable(tmp_path, chosen, now, learnt=True)
+    check_resumable(tmp_path, chosen, now, learned=True)
     with pytest.raises(UserError, match=f"holds a run with another (--)?{name} \\("):
-        check_resumable(tmp_path, chosen, now | {name: "other"}, learnt=True)
+        check_resumable(tmp_path, chosen, now | {name: "other"}, learned=True)
     # A run of an earlier version recorded less.
     before = json.loads((tmp_path / "settings.json").read_text())
     del before["identity"][name]
     (tmp_path / "settings.json").write_text(json.dumps(before))
-    check_resumable(tmp_path, chosen, now | {name: "other"}, learnt=True)
+    check_resumable(tmp_path, chosen, now | {name: "other"}, learned=True)
 
 
 def test_a_template_that_was_edited_in_place_is_refused(tmp_path):
@@ -240,4 +240,4 @@ def test_a_template_that_was_edited_in_place_is_refused(tmp_path):
     record_settings(tmp_path, chosen, load_inputs(chosen).identity)
     template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(UserError, match="holds a run with another --chat_template"):
-        check_resumable(tmp_path, chosen, load_inputs(chosen).identity, learnt=True)
+        check_resumable(tmp_path, chosen, load_inputs(chosen).identity, learned=True)

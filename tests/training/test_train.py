@@ -64,7 +64,7 @@ def test_sigterm_saves_and_exits_with_status_0(arguments, tmp_path):
         ({"learning_rate": 0}, "learning_rate"),
         ({"adam_b2": 1}, "adam_b2 (1.0) must be at least 0 and less than 1"),
         ({"target": "gpu-h200"}, "--target=gpu-h200 is for --dry_run; a run takes what is here"),
-        ({"drafter_options": "colour=red"}, "a clover2 head has no option 'colour'; the options a"),
+        ({"drafter_options": "color=red"}, "a clover2 head has no option 'color'; the options a"),
         ({"drafter": "clover", "tree": "paper25"}, "5 deep; this clover head drafts at most 2 tok"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
