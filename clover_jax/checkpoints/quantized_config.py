@@ -117,6 +117,15 @@ def read_quantization(values: dict[str, Any], path: Path) -> Quantization | Gguf
     elif method == "awq":
         needed.add("group_size")
         sizes = Sizes(columns=_positive(fields.get("group_size")))
+    elif method == "modelopt":
+        # A mixture says of each module what it is in; its tensors tell too.
+        needed.add("quantized_layers")
+        layers = fields.get("quantized_layers") or {}
+        if not isinstance(layers, dict) or not all(isinstance(x, dict) for x in layers.values()):
+            raise UserError(f"{path}: quantized_layers must have objects, not {layers!r:.60}")
+        for module, layer in layers.items():
+            name = f"the quant_algo of {module}"
+            _check_variant(layer.get("quant_algo"), name, _MODELOPT, path)
     elif method == "compressed-tensors":
         needed.add("config_groups")
         sizes = _sizes_of_groups(fields, path)
@@ -127,12 +136,13 @@ def read_quantization(values: dict[str, Any], path: Path) -> Quantization | Gguf
     return Quantization(method, sizes)
 
 
+_MODELOPT = ("fp8", "nvfp4")
 # Of each method the fields that could name what is not read, with what is; null is, too.
 _VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": ("e4m3",)},
     "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "is_marlin_format": (False,)},
     "awq": {"version": ("gemm",), "format": ("gemm",), "bits": (4,)},
-    "modelopt": {"quant_algo": ("fp8", "nvfp4")},
+    "modelopt": {"quant_algo": (*_MODELOPT, "mixed_precision")},
     "compressed-tensors": {
         "format": (*("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),)
         + ("nvfp4-pack-quantized", "mixed-precision", "dense"),

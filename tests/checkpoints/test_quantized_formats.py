@@ -224,8 +224,19 @@ def store_modelopt(matrix):
     return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": whole[None]}, wide
 
 
+def store_mixed(matrix):
+    """Square matrices in FP8 with one scale, others in NVFP4, as ModelOpt mixes them."""
+    if matrix.shape[0] != matrix.shape[1]:
+        return store_modelopt(matrix)
+    scale = np.float32(np.abs(matrix).max() / 448)
+    weight = (matrix / scale).astype(ml_dtypes.float8_e4m3fn)
+    return {".weight": weight, ".weight_scale": scale[None]}, weight.astype(np.float32) * scale
+
+
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
+MIXED |= {"quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4"}}}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FORMATS = {
@@ -265,6 +276,7 @@ FORMATS = {
     "nvfp4 of modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, store_modelopt
     ),
+    "mixture of modelopt": Format(MIXED, store_mixed),
     "gptq": gptq(4, 32, "gptq", False),
     "gptq, ordered": gptq(4, 32, "gptq", True),
     "gptq v2, ordered, 8 bits": gptq(8, 16, "gptq_v2", True),
@@ -378,7 +390,15 @@ INT4_GROUP = FORMATS["int4 groups"].config["config_groups"]["group_0"]
             change("int4 groups", config_groups={"g": INT4_GROUP | {"format": "mxfp4"}}),
             "format 'mxfp4' of quantization_config is not supported, only int-quantized",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo 'W4A8' .* fp8, nvfp4;"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo 'W4A8' .* fp8, nvfp4, m"),
+        (
+            MIXED | {"quantized_layers": {"a.b": 4}},
+            "quantized_layers must have objects, not",
+        ),
+        (
+            MIXED | {"quantized_layers": {"a.b": {"quant_algo": "W4A16_AWQ"}}},
+            "the quant_algo of a.b 'W4A16_AWQ' of quantization_config is not .* fp8, nvfp4;",
+        ),
     ],
 )
 def test_what_is_not_read_is_refused_by_name(tmp_path, config, message):
