@@ -527,26 +527,13 @@ class Engine:
 
         Returns an array that is ready when the chunk is read.
         """
-        row, batch = self._rows[slot], self.state
+        row = self._rows[slot]
         assert row is not None  # as everything in `_reading`
-        request = row.request
-        size = self.buffer_size(self._limit(request))
-        if batch is None:
-            batch = self._empty_state(size)
         if row.state is None:
-            if size > batch.tokens.shape[1]:
-                batch = self.states.grow(batch, size)
-            # Where a slot holds the beginning of this prompt, its caches are the row's.
-            prompt = self._sharable(request)
-            whole = request.shares_prompt
-            shared = [self._shared(other, prompt, whole) for other in range(len(self._rows))]
-            row.num_read = row.num_cached = max(shared)
-            nearest = shared.index(row.num_read)
-            row.state = self._new_row(request, batch)
-            if row.num_read:
-                begun = self.states.extract(batch, nearest, self._beginnings[nearest])
-                row.state = row.state.replace(cache=begun.cache, draft_cache=begun.draft_cache)
+            self._begin_row(row)
 
+        # The last token of a prompt is the root of the first step, which reads it.
+        request = row.request
         left = len(request.prompt_ids) - 1 - row.num_read
         programs, size = self.programs([request]), self.prefill_size
         read = programs.prefill
@@ -571,12 +558,29 @@ class Engine:
         end = row.state.end
         if row.is_read:
             self._beginnings[slot] = self.states.draft_beginning(row.state)
-            batch = self.states.insert(batch, slot, row.state)
+            self.state = self.states.insert(self.state, slot, row.state)
             row.state = None
             self._held[slot] = self._kept(request, np.array(request.prompt_ids))
             self._reading.popleft()
-        self.state = batch
         return end
+
+    def _begin_row(self, row: _Row) -> None:
+        """Make a row's own state, with the caches of a slot that holds the same beginning."""
+        request = row.request
+        size = self.buffer_size(self._limit(request))
+        if self.state is None:
+            self.state = self._empty_state(size)
+        elif size > self.state.tokens.shape[1]:
+            self.state = self.states.grow(self.state, size)
+
+        prompt, whole = self._sharable(request), request.shares_prompt
+        shared = [self._shared(slot, prompt, whole) for slot in range(len(self._rows))]
+        row.num_read = row.num_cached = max(shared)
+        row.state = self._new_row(request, self.state)
+        if row.num_read:
+            nearest = shared.index(row.num_read)
+            begun = self.states.extract(self.state, nearest, self._beginnings[nearest])
+            row.state = row.state.replace(cache=begun.cache, draft_cache=begun.draft_cache)
 
     def _empty_state(self, size: int) -> DecodeState:
         return self.states.empty(self.batch_size, size, self._weights.base["embedding"].dtype)
