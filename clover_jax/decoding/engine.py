@@ -444,7 +444,7 @@ class Engine:
         return np.full((*shape, -(-self.config.base.vocab_size // 32)), -1, np.int32)
 
     def wait(self) -> list[int]:
-        """Wait for the device; return the slots whose rows have ended, which are free now."""
+        """Wait for the chunk; return the slots that are free now: their rows ended, or failed."""
         # `read_prompts` returns before the chunks are read; their time is taken here.
         if self._reads is not None:
             started, number, last = self._reads
@@ -464,13 +464,20 @@ class Engine:
         for slot in ended:
             self._rows[slot] = None
 
-        # The next masks are those after these tokens.
-        for slot, row in self._done.rows.items():
+        return ended + self._match_forms(self._done)
+
+    def _match_forms(self, chunk: _Chunk) -> list[int]:
+        """Move the matchers behind a chunk's tokens; return the slots of rows that failed at it.
+
+        The next masks are those after these tokens.
+        """
+        failed = []
+        for slot, row in chunk.rows.items():
             if row.matcher is None:
                 continue
             first = len(row.request.prompt_ids) + row.num_matched
-            end = int(np.asarray(self._done.text.end)[slot])
-            ids = np.asarray(self._done.text.tokens)[slot, first:end].tolist()
+            end = int(np.asarray(chunk.text.end)[slot])
+            ids = np.asarray(chunk.text.tokens)[slot, first:end].tolist()
             self.grammar_counts["draft_tokens"] += len(row.forced)
             same = [*map(operator.eq, row.forced, ids), False]
             self.grammar_counts["accepted_tokens"] += same.index(False)
@@ -480,8 +487,8 @@ class Engine:
             row.match(ids)
             if row.error is not None:
                 self.remove(slot)
-                ended.append(slot)
-        return ended
+                failed.append(slot)
+        return failed
 
     def take(self) -> list[NewTokens]:
         """Return the new tokens of the last chunk that has ended; each chunk's only once."""
