@@ -235,6 +235,8 @@ def test_an_8b_base_fits_sixteen_v5e_chips(on_v5e):
     assert parts["draft"] == pytest.approx(on_v5e.draft_params * 4 / 16, rel=1e-2)
     assert on_v5e.total_bytes < on_v5e.device_memory == 16 * 2**30
     on_v5e.check_memory()
+    with pytest.raises(UserError, match="would need .* and has 1.00 GB; the largest part is "):
+        dataclasses.replace(on_v5e, device_memory=1e9).check_memory()
     # Two operations for each param of the teacher's layers and each token, at least.
     assert on_v5e.flops_per_step > 2 * 6.9e9 * 16 * 2048
     assert on_v5e.tokens_per_step == 32_768
