@@ -4,7 +4,10 @@ A free slot takes the next request at once. Chunked prefill: the prompt of a row
 as a batch of one, chunk by chunk, while the other rows keep their state; then the row is inserted
 into its slot. Prefix caching: a slot keeps the KV caches of its last row, and a prompt that begins
 with the same tokens reuses them, so the next turn of a conversation begins where the last one
-ended. Nothing recompiles unless a request needs a longer bucket of buffers than any before.
+ended. A delta net's state cannot be taken back, so of a base with such layers a prompt begins at a
+snapshot: a slot keeps the states where its prompt left another's, and at its prompt's last whole
+chunk. Nothing recompiles unless a request needs a longer bucket of buffers, or rules of sampling,
+that no request before it needed.
 """
 
 from __future__ import annotations
@@ -52,8 +55,10 @@ from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.models.delta_net import DeltaState
 from clover_jax.runtime.compile_clock import CompileClock
 
+MOST_SNAPSHOTS = 2  # of a slot; each has a state of every delta net
 _FINISH_REASONS = {EOS: "eos", LENGTH: "length"}  # of rows that the device has ended
 
 
@@ -87,6 +92,8 @@ class _Row:
 
     state: a batch of one while the prompt is read; None before and after.
     num_read: prompt tokens in the KV cache. num_cached: how many of these came from a slot.
+    leaves_at: prompt tokens, whole chunks, that the prompt shares with a slot's text.
+    snapshots: the states of delta nets after as many prompt tokens.
     num_new: new tokens that `take` has returned.
     matcher: of the request's form; it has read `num_matched` new tokens.
     forced: tokens that the form forces next, as far as they are drafted.
@@ -99,6 +106,8 @@ class _Row:
     state: DecodeState | None = None
     num_read: int = 0
     num_cached: int = 0
+    leaves_at: int = 0
+    snapshots: dict[int, list[DeltaState]] = dataclasses.field(default_factory=dict)
     num_new: int = 0
     matcher: Any = None
     num_matched: int = 0
@@ -191,6 +200,7 @@ class Engine:
         if CACHE_CHUNK % prefill_size:
             raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
         self.config = StepConfig(base, head, tree, sampling, attention)
+        self._has_states = base.delta is not None
 
         # A mesh splits rows over devices, so the batch grows until all have as many.
         self.placement = Placement(mesh)
@@ -217,6 +227,7 @@ class Engine:
         # For prefix caching: the tokens whose keys and values a slot holds.
         self._held = [np.zeros(0, np.int32)] * self.batch_size
         self._beginnings: list[DraftCache] = [()] * self.batch_size  # for `state.extract`
+        self._snapshots: list[dict[int, list[DeltaState]]] = [{}] * self.batch_size
         self._last_used = [0] * self.batch_size
         self._num_joined = 0
 
@@ -563,8 +574,13 @@ class Engine:
 
         row.num_read += size
         end = row.state.end
+        # Where this prompt left another's, and where the next turn will leave this one's.
+        last = (len(request.prompt_ids) - 1) // self.prefill_size * self.prefill_size
+        if self._has_states and row.num_read in (row.leaves_at, last):
+            row.snapshots[row.num_read] = self.states.snapshot(row.state)
         if row.is_read:
             self._beginnings[slot] = self.states.draft_beginning(row.state)
+            self._snapshots[slot] = dict([*row.snapshots.items()][-MOST_SNAPSHOTS:])
             self.state = self.states.insert(self.state, slot, row.state)
             row.state = None
             self._held[slot] = self._kept(request, np.array(request.prompt_ids))
@@ -582,11 +598,18 @@ class Engine:
 
         prompt, whole = self._sharable(request), request.shares_prompt
         shared = [self._shared(slot, prompt, whole) for slot in range(len(self._rows))]
+        row.leaves_at = max(shared)
+        if self._has_states:
+            # A state cannot be taken back: a row begins at a place of which there is a snapshot.
+            known = zip(self._snapshots, shared, strict=True)
+            shared = [max([0, *(n for n in some if n <= most)]) for some, most in known]
         row.num_read = row.num_cached = max(shared)
         row.state = self._new_row(request, self.state)
         if row.num_read:
             nearest = shared.index(row.num_read)
-            begun = self.states.extract(self.state, nearest, self._beginnings[nearest])
+            states = self._snapshots[nearest].get(row.num_read, [])
+            row.snapshots = {row.num_read: states} if states else {}
+            begun = self.states.extract(self.state, nearest, self._beginnings[nearest], states)
             row.state = row.state.replace(cache=begun.cache, draft_cache=begun.draft_cache)
 
     def _empty_state(self, size: int) -> DecodeState:
@@ -653,14 +676,11 @@ class Engine:
         """Return the tokens of a prompt that may come from another row's cache: all or none.
 
         No tokens for a head that learns from the text that it reads (recycle): another row's text
-        would change its accepted lengths. No tokens where the prompt's own scores are wanted. No
-        tokens for a base with delta nets: a slot's states are those after its whole text, and
-        cannot be taken back to where another prompt leaves it.
+        would change its accepted lengths. No tokens where the prompt's own scores are wanted.
         """
         head = self.config.head
         learns = head is not None and head.module.observes
-        has_states = self.config.base.delta is not None
-        is_read_whole = learns or has_states or request.wants_prompt_scores
+        is_read_whole = learns or request.wants_prompt_scores
         return np.array([] if is_read_whole else request.prompt_ids, np.int32)
 
     def _shared(self, slot: int, prompt: np.ndarray, whole: bool = False) -> int:

@@ -45,6 +45,8 @@ from clover_jax.decoding.step import (
     verify_tree,
 )
 from clover_jax.decoding.tree_config import CopyTree
+from clover_jax.models.cache import delta_states
+from clover_jax.models.delta_net import DeltaState
 from clover_jax.models.meshes import shape_of
 from clover_jax.models.placement import (
     decode_state_shardings,
@@ -179,6 +181,7 @@ class StatePrograms(NamedTuple):
     begin: (size, dtype, fields, settings, seed, numbers) -> a batch of one. fields: of its
         DecodeState; settings: of its RowSampling but the key, `bias` and `penalties` as their
         fields.
+    snapshot: row -> copies of the states of its delta nets.
     """
 
     empty: Callable[..., DecodeState]
@@ -188,6 +191,7 @@ class StatePrograms(NamedTuple):
     extract: Callable[..., DecodeState]
     grow: Callable[..., DecodeState]
     draft_beginning: Callable
+    snapshot: Callable[[DecodeState], list[DeltaState]]
 
 
 @functools.lru_cache(maxsize=MOST_KEPT)
@@ -220,6 +224,7 @@ def compile_state_programs(
         extract=compiled(extract),
         grow=compiled(grow, static_argnums=1),
         draft_beginning=jax.jit(draft_beginning),
+        snapshot=jax.jit(lambda row: jax.tree.map(jnp.copy, delta_states(row.cache))),
     )
 
 

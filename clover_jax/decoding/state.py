@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,14 @@ from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import known_text
 from clover_jax.models.attention import CACHE_CHUNK
-from clover_jax.models.cache import Cache, init_base_cache, key_values, map_key_values
+from clover_jax.models.cache import (
+    Cache,
+    init_base_cache,
+    key_values,
+    map_key_values,
+    with_delta_states,
+)
+from clover_jax.models.delta_net import DeltaState
 
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
 EOS_ROOM = 8  # EOS tokens that a row may have, or as many as the base has if these are more
@@ -123,13 +131,20 @@ def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> Decode
     )
 
 
-def extract(state: DecodeState, slot: Int[Array, ""], beginning: DraftCache) -> DecodeState:
+def extract(
+    state: DecodeState,
+    slot: Int[Array, ""],
+    beginning: DraftCache,
+    delta_states: Sequence[DeltaState] = (),
+) -> DecodeState:
     """Return a copy of one slot as a batch of one.
 
     beginning: the first positions of its draft cache as they were when the row was inserted. After
         a row has ended the step writes garbage there (`step.absorb_last_accepted`).
+    delta_states: of an earlier place in the slot's text; the slot has those after all of it.
     """
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
+    row = row.replace(cache=with_delta_states(row.cache, delta_states))
     first = iter(jax.tree.leaves(key_values(beginning)))
 
     def restore(x: Array) -> Array:

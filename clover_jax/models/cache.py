@@ -10,7 +10,7 @@ A delta net has a state of fixed size in the place of keys and values (`models/d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -93,6 +93,16 @@ def delta_states(cache: PyTree) -> list[DeltaState]:
     """Return the states of delta nets in a cache."""
     nodes = jax.tree.leaves(cache, is_leaf=lambda node: isinstance(node, DeltaState))
     return [node for node in nodes if isinstance(node, DeltaState)]
+
+
+def with_delta_states(cache: PyTree, states: Sequence[DeltaState]) -> PyTree:
+    """Return a cache with copies of other states of its delta nets, in the order of its layers."""
+    others = iter(jax.tree.map(jnp.copy, states))
+    return jax.tree.map(
+        lambda node: next(others) if isinstance(node, DeltaState) else node,
+        cache,
+        is_leaf=lambda node: isinstance(node, DeltaState),
+    )
 
 
 def _map_layers(function: Callable[[KeyValue], Any], cache: PyTree) -> PyTree:

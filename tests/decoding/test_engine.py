@@ -298,28 +298,34 @@ def test_a_conversation_goes_on_from_what_its_slot_holds(sampling_engine, monkey
     assert again.accepted == fresh.accepted  # the head's own cache is as good as new
 
 
-def test_a_base_with_delta_nets_reads_every_prompt_from_its_beginning():
-    """A slot's state is that after its whole text: edited histories and copies of it start anew."""
+def test_a_prompt_begins_at_a_snapshot_of_delta_nets():
+    """A slot's state is that after its whole text; snapshots lie at ends of chunks of 32 tokens.
+
+    One is where a prompt left another's, one where the next turn will leave its own: at 64 of 70.
+    """
     base = dataclasses.replace(TINY, num_layers=2, **HYBRID)
     drafter = random_head(base)
     first = np.random.default_rng(0).integers(0, 96, 70).tolist()
-    prompts = [first, first[:40], [*first, 7, 8, 9], first, [*first[:50], *first[60:]], first]
+    edited = [[*first[:50], *first[60:]], [*first[:40], *first[50:]]]
+    prompts = [first, first[:40], [*first, 7, 8, 9], first, *edited, first]
     together = Engine(base, drafter[0], SMALL_TREE, batch_size=2, prefill_size=32)
     alone = Engine(base, drafter[0], SMALL_TREE, batch_size=1)
 
     # Rows end by a limit or within an accepted path, and their slots are used again.
     texts = texts_of(decode_all(alone, random_base(base), drafter[1], prompts, 40))
     eos = (texts[0][9],)
-    rooms = (40, 5, 33, 1, 17, 24)
+    rooms = (40, 5, 33, 1, 17, 24, 20)
     requests = [
-        Request(index, prompt, room, eos, shares_prompt=index == 5)
+        Request(index, prompt, room, eos, shares_prompt=index == 6)
         for index, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
     ]
     rows = finished(together.stream(random_base(base), drafter[1], requests))
     for row, text, room in zip(rows, texts, rooms, strict=True):
         end = next((i + 1 for i, token in enumerate(text) if token in eos), room)
         assert row.output_ids == text[: min(end, room)]
-        assert row.num_cached == 0
+    # The second shares 32 tokens, of which there is no snapshot, and so does the first edited one;
+    # the second edited one leaves the text where that did.
+    assert [row.num_cached for row in rows] == [0, 0, 64, 64, 0, 32, 64]
 
 
 def test_a_head_that_learns_from_its_row_does_not_see_another_s():
