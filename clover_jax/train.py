@@ -8,7 +8,7 @@ Arrow with rows of prompt and response, messages, text, or the prompt_ids and ou
 this machine's Python.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
-best/ (the head with the highest tau; other prompts, trees or lengths to measure with begin anew).
+best/ (the head with the highest tau; other prompts, trees or lengths to measure with begin again).
 --draft=WORKDIR of other commands uses best/, or draft/ if nothing was measured. Repeat the command
 to resume a stopped run; --overwrite starts again. SIGTERM or Ctrl-C saves a checkpoint after the
 current step; the status is then 0 and the result has "finished": false; a second Ctrl-C stops at

@@ -489,11 +489,14 @@ class Engine:
             first = len(row.request.prompt_ids) + row.num_matched
             end = int(np.asarray(chunk.text.end)[slot])
             ids = np.asarray(chunk.text.tokens)[slot, first:end].tolist()
+
+            # Of the tokens that the form forced, those up to the first other one were accepted.
             self.grammar_counts["draft_tokens"] += len(row.forced)
             same = [*map(operator.eq, row.forced, ids), False]
             self.grammar_counts["accepted_tokens"] += same.index(False)
             row.forced = []
-            if self._rows[slot] is not row:
+
+            if self._rows[slot] is not row:  # it has ended
                 continue
             row.match(ids)
             if row.error is not None:

@@ -141,7 +141,7 @@ def extract(
 
     beginning: the first positions of its draft cache as they were when the row was inserted. After
         a row has ended the step writes garbage there (`step.absorb_last_accepted`).
-    delta_states: of an earlier place in the slot's text; the slot has those after all of it.
+    delta_states: of an earlier place in the slot's text; the slot has the states after all of it.
     """
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
     row = row.replace(cache=with_delta_states(row.cache, delta_states))
