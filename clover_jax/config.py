@@ -333,7 +333,7 @@ class BaseConfig(LayerConfig):
     eos_token_ids: tuple[int, ...] = ()
 
     @property
-    def layer(self) -> LayerConfig:
+    def head_layer(self) -> LayerConfig:
         """The shape of a draft head's layers: the base's layers without window and experts.
 
         Where the base has experts, the one MLP is as wide as all that a token reads.

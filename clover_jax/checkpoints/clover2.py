@@ -41,7 +41,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
     for name in ("num_heads", "num_layers"):
         check_count({f"clover.{name}": clover.get(name)}, f"clover.{name}", path, MOST_LAYERS)
     llama = parse_llama_config(values, path)
-    _check_widths(llama.layer)
+    _check_widths(llama.head_layer)
 
     # The loss is kept, so that a head can be trained on and written again.
     # In the release one coefficient weighs both parts, the regression ten times as much.
@@ -53,14 +53,14 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
     loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=weights["decay_coefficient"])
 
     # The theta of the file is ignored, as the release does.
-    if llama.layer.rope != RopeConfig(theta=ROPE_THETA):
+    if llama.head_layer.rope != RopeConfig(theta=ROPE_THETA):
         say(
             f"{path}: its rotation is not read: readers of Clover-2's official layout rotate with "
             f"base {ROPE_THETA:g} (--draft_rope_theta for another)"
         )
     try:
         return Clover2Config(
-            layer=dataclasses.replace(llama.layer, rope=RopeConfig(theta=ROPE_THETA)),
+            layer=dataclasses.replace(llama.head_layer, rope=RopeConfig(theta=ROPE_THETA)),
             vocab_size=llama.vocab_size,
             num_positions=clover["num_heads"],
             num_augmenting_layers=clover["num_layers"],

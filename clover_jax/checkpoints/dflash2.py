@@ -57,7 +57,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash
     # A block has a slot for the token before the drafts, too.
     try:
         return DFlash2Config(
-            layer=llama.layer,
+            layer=llama.head_layer,
             vocab_size=llama.vocab_size,
             num_positions=own[_BLOCK] - 1,
             max_depth=own[_BLOCK] - 1,

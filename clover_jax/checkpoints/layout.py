@@ -148,7 +148,7 @@ def read_eagle_layer(values: dict[str, Any], path: Path) -> LayerConfig:
         raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1")
     # A field of this program: Llama's attention_bias is for all four projections.
     qkv_bias = bool(values.get("qkv_bias", llama.qkv_bias))
-    return dataclasses.replace(llama.layer, qkv_bias=qkv_bias)
+    return dataclasses.replace(llama.head_layer, qkv_bias=qkv_bias)
 
 
 # Fields of a layer that no Llama config has, so a reader would silently ignore them.

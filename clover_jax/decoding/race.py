@@ -350,7 +350,7 @@ def with_attention(
 
 def _attention_runs(models: Models, batch: int, kernel: str) -> dict[str, Callable[[], jax.Array]]:
     """Return functions that read one layer's random cache with XLA's program and the kernel."""
-    config, slots = models.base.config.layer, models.tree.num_slots
+    config, slots = models.base.config.head_layer, models.tree.num_slots
     context = fitting_context(models, room=0)
     size = cache_size(models, context, room=0)
     keys = iter(jax.random.split(jax.random.key(0), 5))

@@ -200,7 +200,7 @@ def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool = Fal
         not expect.
     """
     # A head attends over the same text as the base, so it takes its rotary base.
-    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
+    layer = dataclasses.replace(base.head_layer, rope=rope or base.rope)
     return layer.as_llama() if llama_layer else layer
 
 

@@ -87,4 +87,4 @@ class Lookup(Drafter):
 
 def make_config(base: BaseConfig) -> LookupConfig:
     """Return the config for a base."""
-    return LookupConfig(layer=base.layer, vocab_size=base.vocab_size)
+    return LookupConfig(layer=base.head_layer, vocab_size=base.vocab_size)

@@ -139,7 +139,7 @@ def make_config(
     """Return the config of heads for a base."""
     # A head for each position: deeper trees than these have no weights.
     return MedusaConfig(
-        layer=base.layer,
+        layer=base.head_layer,
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,

@@ -75,7 +75,7 @@ class MTP(LayerDrafter):
 def layer_of(base: BaseConfig) -> LayerConfig:
     """Return the shape of the drafting layer: a base's layer with attention, experts included."""
     if base.parallel_mlp or base.token_size:  # more branches, normed: they cannot begin at nothing
-        return base.layer
+        return base.head_layer
     layer = {field.name: getattr(base, field.name) for field in dataclasses.fields(LayerConfig)}
     return LayerConfig(**layer | {"sliding_window": None, "delta": None})
 

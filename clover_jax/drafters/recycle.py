@@ -152,4 +152,4 @@ def _successors(table: Int[Array, "B k V"], tokens: Int[Array, "B n"]) -> Int[Ar
 
 def make_config(base: BaseConfig) -> RecycleConfig:
     """Return the config for a base."""
-    return RecycleConfig(layer=base.layer, vocab_size=base.vocab_size)
+    return RecycleConfig(layer=base.head_layer, vocab_size=base.vocab_size)

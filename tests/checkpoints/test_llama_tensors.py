@@ -94,7 +94,7 @@ def test_a_piece_fills_what_its_docstring_says():
     width, heads, size = TINY.hidden_size, TINY.num_kv_heads, TINY.head_dim
     assert piece.name == "model.layers.0.self_attn.k_proj.weight"
     assert (piece.split, piece.axes) == ((heads, size, width), (2, 0, 1))
-    assert piece.index == (slice(None), slice(None), TINY.layer.num_groups)
+    assert piece.index == (slice(None), slice(None), TINY.head_layer.num_groups)
     stored = jnp.arange(heads * size * width).reshape(piece.shape)
     assert piece.to_ours(stored)[5, 1, 3] == stored[1 * size + 3, 5]
 

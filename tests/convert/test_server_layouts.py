@@ -172,7 +172,7 @@ def test_a_head_for_sglang_without_a_bias_gets_one_of_zeros(exported, tmp_path, 
     np.testing.assert_array_equal(here.params["fc"], there.params["fc"])
 
 
-QWEN2 = dataclasses.replace(BASE.layer, qkv_bias=True)
+QWEN2 = dataclasses.replace(BASE.head_layer, qkv_bias=True)
 REFUSED = {
     "a bias of fc for vLLM": ("eagle_vllm", "eagle", {}, "--drafter_options=fc_bias=false"),
     "q, k, v biases for SGLang": ("eagle_sglang", "eagle", {"layer": QWEN2}, "llama_layer=true"),
@@ -204,8 +204,8 @@ def test_what_a_server_would_run_differently_is_refused(command, base, base_fold
 def test_a_llama_layer_has_nothing_that_servers_do_not_know(kind):
     from_qwen = dataclasses.replace(BASE, qkv_bias=True, query_key_norm=True)
     plain = registry.config_for_base(kind, from_qwen, llama_layer=True)
-    assert plain.layer == BASE.layer
-    assert registry.config_for_base(kind, from_qwen).layer == from_qwen.layer
+    assert plain.layer == BASE.head_layer
+    assert registry.config_for_base(kind, from_qwen).layer == from_qwen.head_layer
 
 
 def test_every_target_of_the_command_is_a_layout():

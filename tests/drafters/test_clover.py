@@ -61,7 +61,7 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
     positions, mask = jnp.arange(SIZE)[None].repeat(2, 0), causal_mask(2, SIZE)
     layer = {"params": params["augmenting_0"]}
     unit = params["state_size"] * rms_norm(features, jnp.ones(TINY.hidden_size), 0.0)
-    z = np.asarray(jax.jit(DecoderLayer(TINY.layer).apply)(layer, unit, positions, mask)[0])
+    z = np.asarray(jax.jit(DecoderLayer(TINY.head_layer).apply)(layer, unit, positions, mask)[0])
     frozen = frozen_from_base(random_base())
     lm_head = np.asarray(frozen.lm_head)
     for b, t in [(0, 0), (1, 3), (0, SIZE - 4)]:
@@ -125,7 +125,7 @@ def test_a_head_from_before_it_had_a_norm_of_its_own_starts_as_its_augmenting_bl
     found = train_forward("clover", params, features, tokens, **changed)
     positions = jnp.arange(SIZE)[None].repeat(2, 0)
     layer = {"params": random_base()["layers_2"]}
-    z, _ = DecoderLayer(TINY.layer).apply(layer, features, positions, causal_mask(2, SIZE))
+    z, _ = DecoderLayer(TINY.head_layer).apply(layer, features, positions, causal_mask(2, SIZE))
     scale = random_base()["final_norm"]["scale"]
     expected = rms_norm(z, scale, TINY.rms_norm_eps)
     np.testing.assert_allclose(found, jnp.broadcast_to(expected, found.shape), atol=1e-5)
@@ -133,11 +133,11 @@ def test_a_head_from_before_it_had_a_norm_of_its_own_starts_as_its_augmenting_bl
 
 def test_an_attention_decoder_may_have_no_bias_and_its_silu_is_on_what_it_adds():
     x, e = 3 * random_text()[0]
-    bare = AttentionDecoder(TINY.layer, bias=False).init(jax.random.key(0), x, e)["params"]
+    bare = AttentionDecoder(TINY.head_layer, bias=False).init(jax.random.key(0), x, e)["params"]
     assert set(bare) == {"norm", "query", "key_value"}
-    params = AttentionDecoder(TINY.layer).init(jax.random.key(0), x, e)
+    params = AttentionDecoder(TINY.head_layer).init(jax.random.key(0), x, e)
     added = {
-        silu_too: AttentionDecoder(TINY.layer, silu=silu_too).apply(params, x, e) - x
+        silu_too: AttentionDecoder(TINY.head_layer, silu=silu_too).apply(params, x, e) - x
         for silu_too in (False, True)
     }
     assert added[False].min() < -0.5
