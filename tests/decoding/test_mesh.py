@@ -97,6 +97,16 @@ def test_every_family_gives_the_same_tokens_on_a_mesh(run_python, family):
 
 
 @pytest.mark.slow
+def test_prompts_begin_at_snapshots_of_delta_nets_on_a_mesh(run_python):
+    alike = OF_FAMILY.replace(
+        "prompts = random_prompts(6, vocab_size=base.vocab_size)",
+        "prompts = [[*range(70), *end] for end in random_prompts(6, vocab_size=base.vocab_size)]",
+    ).replace("row.accepted]", "row.accepted, row.num_cached]")
+    rows = rows_on(run_python, alike, ("tensor=2", "data=2,fsdp=2,tensor=2"), "delta nets")
+    assert [num_cached for _, _, num_cached in rows] == [0] + [64] * 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [(), ("experts",), ("delta nets",)])
 def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python, family):
     plain = OF_FAMILY if family else TOKENS
