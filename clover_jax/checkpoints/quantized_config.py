@@ -118,14 +118,8 @@ def read_quantization(values: dict[str, Any], path: Path) -> Quantization | Gguf
         needed.add("group_size")
         sizes = Sizes(columns=_positive(fields.get("group_size")))
     elif method == "modelopt":
-        # A mixture says of each module what it is in; its tensors tell too.
-        needed.add("quantized_layers")
-        layers = fields.get("quantized_layers") or {}
-        if not isinstance(layers, dict) or not all(isinstance(x, dict) for x in layers.values()):
-            raise UserError(f"{path}: quantized_layers must have objects, not {layers!r:.60}")
-        for module, layer in layers.items():
-            name = f"the quant_algo of {module}"
-            _check_variant(layer.get("quant_algo"), name, _MODELOPT, path)
+        needed |= {"quantized_layers", "group_size"}
+        sizes = _sizes_of_layers(fields, path)
     elif method == "compressed-tensors":
         needed.add("config_groups")
         sizes = _sizes_of_groups(fields, path)
@@ -136,13 +130,16 @@ def read_quantization(values: dict[str, Any], path: Path) -> Quantization | Gguf
     return Quantization(method, sizes)
 
 
-_MODELOPT = ("fp8", "nvfp4")
+# ModelOpt's ways to store a matrix, and its name for a mixture of them.
+_BY_BLOCKS = ("fp8_pb_wo", "fp8_block_scales")
+_MODELOPT = ("fp8", "fp8_per_channel_per_token", *_BY_BLOCKS, "nvfp4", "w4a16_nvfp4")
+_MIXED = "mixed_precision"
 # Of each method the fields that could name what is not read, with what is; null is, too.
 _VARIANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"fmt": ("e4m3",)},
     "gptq": {"checkpoint_format": ("gptq", "gptq_v2"), "is_marlin_format": (False,)},
     "awq": {"version": ("gemm",), "format": ("gemm",), "bits": (4,)},
-    "modelopt": {"quant_algo": (*_MODELOPT, "mixed_precision")},
+    "modelopt": {"quant_algo": (*_MODELOPT, _MIXED)},
     "compressed-tensors": {
         "format": (*("int-quantized", "float-quantized", "naive-quantized", "pack-quantized"),)
         + ("nvfp4-pack-quantized", "mixed-precision", "dense"),
@@ -160,6 +157,31 @@ def _check_variant(value: Any, name: str, allowed: tuple[Any, ...], path: Path) 
             f"{path}: {name} {value!r:.60} of quantization_config is not supported, only "
             f"{', '.join(map(str, allowed))}; use an unquantized checkpoint"
         )
+
+
+def _sizes_of_layers(fields: Mapping[str, Any], path: Path) -> Sizes:
+    """Return what occurs in any of ModelOpt's modules, each of which has a way in a mixture."""
+    layers: Any = {"": fields}
+    if str(fields.get("quant_algo")).lower() == _MIXED:
+        layers = fields.get("quantized_layers")
+        if not isinstance(layers, dict) or not all(isinstance(x, dict) for x in layers.values()):
+            raise UserError(
+                f"{path}: {_MIXED} needs quantized_layers, an object with the quant_algo of each "
+                f"module, not {layers!r:.60}"
+            )
+        for name, layer in layers.items():
+            _check_variant(layer.get("quant_algo", ""), f"quant_algo of {name}", _MODELOPT, path)
+
+    # As with groups, names and types of tensors tell how each matrix is stored.
+    rows: set[int] = set()
+    columns: set[int] = set()
+    for layer in layers.values():
+        size = _positive(layer.get("group_size"))
+        if str(layer.get("quant_algo")).lower() in _BY_BLOCKS:
+            size = size or (128,)
+            rows.update(size)
+        columns.update(size)
+    return Sizes(rows=tuple(rows), columns=tuple(columns))
 
 
 def _sizes_of_groups(fields: Mapping[str, Any], path: Path) -> Sizes:

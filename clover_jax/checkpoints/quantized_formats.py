@@ -146,7 +146,12 @@ def _by_blocks(shape: tuple[int, int], scale: np.ndarray, sizes: Sizes) -> tuple
 
 
 def _grid(groups: np.ndarray) -> np.ndarray:
-    """Return scales or zero points as [A, B]: one for all, or one a row, may be stored flat."""
+    """Return scales or zero points as [A, B]: one for all, or one a row, may be stored flat.
+
+    ModelOpt's of blocks are [A, 1, B, 1].
+    """
+    if groups.ndim == 4 and groups.shape[1::2] == (1, 1):
+        return groups[:, 0, :, 0]
     return groups if groups.ndim == 2 else groups.reshape(-1, 1)
 
 
@@ -243,6 +248,8 @@ def _nvfp4(parts: Parts, sizes: Sizes) -> LazyTensor:
         words, whole = parts[".weight_packed"], 1 / parts[".weight_global_scale"].reshape(())
     else:
         words, whole = parts[".weight"], parts[".weight_scale_2"].reshape(())
+    if words.dtype != np.uint8 or words.ndim != 2:
+        raise UserError(f"a matrix in NVFP4 cannot be {words.dtype} of shape {words.shape}")
     scale = parts[".weight_scale"].astype(np.float32) * whole
     places = np.arange(2 * words.shape[1])
 
@@ -276,9 +283,10 @@ def _mxfp4(parts: Parts, sizes: Sizes) -> LazyTensor:
 
 
 _ZERO = (".weight_zero_point",)
+_BLOCKS = Packing((".weight_scale_inv", ".weight"), _plain)
 _SCALED = Packing((".weight_scale", ".weight"), _plain, _ZERO)
 PACKINGS = {
-    "fp8": (Packing((".weight_scale_inv", ".weight"), _plain), _SCALED),
+    "fp8": (_BLOCKS, _SCALED),
     "compressed-tensors": (
         Packing((".weight_global_scale", ".weight_packed", ".weight_scale"), _nvfp4),
         Packing(
@@ -288,7 +296,11 @@ PACKINGS = {
         ),
         _SCALED,
     ),
-    "modelopt": (Packing((".weight_scale_2", ".weight", ".weight_scale"), _nvfp4), _SCALED),
+    "modelopt": (
+        Packing((".weight_scale_2", ".weight", ".weight_scale"), _nvfp4),
+        _BLOCKS,
+        _SCALED,
+    ),
     "gptq": (Packing((".qweight", ".qzeros", ".scales", ".g_idx"), _gptq),),
     "awq": (Packing((".qweight", ".qzeros", ".scales"), _awq),),
     "mxfp4": (Packing(("_blocks", "_scales"), _mxfp4, end=""),),

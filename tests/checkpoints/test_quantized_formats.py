@@ -1,7 +1,8 @@
 """Quantized checkpoints load with the numbers of their own library's dequantizer."""
 
 import json
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -34,10 +35,12 @@ class Format(NamedTuple):
     config: its quantization_config.
     store: makes of a matrix [O, I] its stored tensors, by the ends of their names, and the matrix
         that these stand for, by the format's own library or its definition.
+    others: further ways to store, by the end of a module's name.
     """
 
     config: dict[str, Any]
     store: Callable[[np.ndarray], tuple[dict[str, np.ndarray], np.ndarray]]
+    others: Mapping[str, Callable] = types.MappingProxyType({})
 
 
 def write(folder, fmt, quantizes_lm_head=False):
@@ -51,7 +54,8 @@ def write(folder, fmt, quantizes_lm_head=False):
         # Configs leave some modules out.
         is_plain = "_proj" not in name or "layers.1.mlp.down_proj" in name
         is_plain &= not (quantizes_lm_head and name == "lm_head.weight")
-        parts, matrix = ({".weight": matrix}, matrix) if is_plain else fmt.store(matrix)
+        store = next((fmt.others[end] for end in fmt.others if stem.endswith(end)), fmt.store)
+        parts, matrix = ({".weight": matrix}, matrix) if is_plain else store(matrix)
         stored |= {stem + end: np.ascontiguousarray(part) for end, part in parts.items()}
         wide[name] = np.ascontiguousarray(matrix.astype(np.float32))
     values = llama_config_values(BASE)
@@ -224,19 +228,36 @@ def store_modelopt(matrix):
     return {".weight": packed, ".weight_scale": scale, ".weight_scale_2": whole[None]}, wide
 
 
-def store_mixed(matrix):
-    """Square matrices in FP8 with one scale, others in NVFP4, as ModelOpt mixes them."""
-    if matrix.shape[0] != matrix.shape[1]:
-        return store_modelopt(matrix)
-    scale = np.float32(np.abs(matrix).max() / 448)
-    weight = (matrix / scale).astype(ml_dtypes.float8_e4m3fn)
-    return {".weight": weight, ".weight_scale": scale[None]}, weight.astype(np.float32) * scale
+def store_modelopt_fp8(block, form, end=".weight_scale"):
+    """FP8 as ModelOpt stores it. block: rows and columns, None for all; form: of the scales."""
+
+    def store(matrix):
+        rows, columns = matrix.shape
+        high, wide = (part or size for part, size in zip(block, matrix.shape, strict=True))
+        parts = matrix.reshape(rows // high, high, columns // wide, wide)
+        scale = np.abs(parts).max((1, 3), keepdims=True) / np.float32(448)
+        codes = (parts / scale).astype(ml_dtypes.float8_e4m3fn)
+        matrix = (codes.astype(np.float32) * scale).reshape(rows, columns)
+        return {".weight": codes.reshape(rows, columns), end: scale[form]}, matrix
+
+    return store
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
-MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}
-MIXED |= {"quantized_layers": {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4"}}}
+# As ModelOpt writes a config.json; each module has its own way.
+WAYS = {
+    "self_attn.q_proj": {"quant_algo": "FP8"},
+    "self_attn.k_proj": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+    "self_attn.v_proj": {"quant_algo": "FP8_PB_WO", "group_size": 16},
+    "self_attn.o_proj": {"quant_algo": "FP8_BLOCK_SCALES", "group_size": 16},
+    "mlp.gate_proj": {"quant_algo": "NVFP4", "group_size": 16},
+    "mlp.up_proj": {"quant_algo": "W4A16_NVFP4", "group_size": 16},
+    "mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16},
+}
+LAYERS = {f"model.layers.{i}.{name}": way for i in range(2) for name, way in WAYS.items()}
+del LAYERS["model.layers.1.mlp.down_proj"]
+MODELOPT_MIXED = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "ignore": []}
+MODELOPT_MIXED |= {"quantized_layers": LAYERS}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 FORMATS = {
@@ -276,7 +297,16 @@ FORMATS = {
     "nvfp4 of modelopt": Format(
         {"quant_method": "modelopt", "quant_algo": "NVFP4"}, store_modelopt
     ),
-    "mixture of modelopt": Format(MIXED, store_mixed),
+    "nvfp4, fp8 and more of modelopt": Format(
+        MODELOPT_MIXED,
+        store_modelopt,
+        {
+            "q_proj": store_modelopt_fp8((None, None), (0, 0, 0, 0)),
+            "k_proj": store_modelopt_fp8((1, None), np.s_[:, 0, 0, 0]),
+            "v_proj": store_modelopt_fp8((16, 16), ...),
+            "o_proj": store_modelopt_fp8((16, 16), np.s_[:, 0, :, 0], ".weight_scale_inv"),
+        },
+    ),
     "gptq": gptq(4, 32, "gptq", False),
     "gptq, ordered": gptq(4, 32, "gptq", True),
     "gptq v2, ordered, 8 bits": gptq(8, 16, "gptq_v2", True),
@@ -390,14 +420,19 @@ INT4_GROUP = FORMATS["int4 groups"].config["config_groups"]["group_0"]
             change("int4 groups", config_groups={"g": INT4_GROUP | {"format": "mxfp4"}}),
             "format 'mxfp4' of quantization_config is not supported, only int-quantized",
         ),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo 'W4A8' .* fp8, nvfp4, m"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, "quant_algo 'W4A8' .* only fp8, fp8_"),
         (
-            MIXED | {"quantized_layers": {"a.b": 4}},
-            "quantized_layers must have objects, not",
+            MODELOPT_MIXED
+            | {"quantized_layers": LAYERS | {"lm_head": {"quant_algo": "W4A16_AWQ"}}},
+            "quant_algo of lm_head 'W4A16_AWQ' of quantization_config is not supported, only fp",
         ),
         (
-            MIXED | {"quantized_layers": {"a.b": {"quant_algo": "W4A16_AWQ"}}},
-            "the quant_algo of a.b 'W4A16_AWQ' of quantization_config is not .* fp8, nvfp4;",
+            MODELOPT_MIXED | {"quantized_layers": LAYERS | {"lm_head": {}}},
+            "quant_algo of lm_head '' of quantization_config is not supported",
+        ),
+        (
+            MODELOPT_MIXED | {"quantized_layers": None},
+            "mixed_precision needs quantized_layers, an object with the quant_algo of each mod",
         ),
     ],
 )
@@ -447,6 +482,18 @@ def test_parts_that_do_not_fit_are_refused_by_name(tmp_path, name, edit, message
     quantized, _ = write(tmp_path, FORMATS[name])
     edit_tensors(tmp_path / "quantized", edit)
     with pytest.raises(UserError, match=message):
+        load_base(quantized)
+
+
+def test_nvfp4_of_several_matrices_in_one_tensor_is_refused(tmp_path):
+    fmt = FORMATS["nvfp4 of modelopt"]
+
+    def together(matrix):
+        stored, wide = fmt.store(matrix)
+        return stored | {".weight": stored[".weight"][None]}, wide
+
+    quantized, _ = write(tmp_path, fmt._replace(others={"q_proj": together}))
+    with pytest.raises(UserError, match=r"in NVFP4 cannot be uint8 of shape \(1, 64, 32\)"):
         load_base(quantized)
 
 
