@@ -163,7 +163,7 @@ def test_every_architecture_reads(read, architecture):
 def test_mistrals_window(read, changes, window):
     config = read("MistralForCausalLM", **changes)
     assert config.layer_at(2).sliding_window == window
-    assert config.layer.sliding_window is None  # a head's layer
+    assert config.head_layer.sliding_window is None
     assert not config.qkv_bias
 
 
@@ -289,7 +289,7 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
     layers = [config.layer_at(i) for i in range(5)]
     assert [layer.shares_keys for layer in layers] == [False] * 3 + [True] * 2
     assert [layer.intermediate_size for layer in layers] == [88] * 3 + [176] * 2
-    assert (config.layer.shares_keys, config.layer.intermediate_size) == (False, 88)
+    assert (config.head_layer.shares_keys, config.head_layer.intermediate_size) == (False, 88)
 
 
 @pytest.mark.parametrize(
