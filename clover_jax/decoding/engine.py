@@ -553,7 +553,7 @@ class Engine:
         if row.state is None:
             self._begin_row(row)
 
-        # The last token of a prompt is the root of the first step, which reads it.
+        # The last token is left for a program of its own where only it must be read again.
         request = row.request
         left = len(request.prompt_ids) - 1 - row.num_read
         programs, size = self.programs([request]), self.prefill_size
