@@ -100,6 +100,18 @@ def test_answers_are_parsed(ask):
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Point)
 
 
+def test_penalties(ask):
+    def text(**penalties):
+        answer = ask.chat.completions.create(messages=MESSAGES, **GREEDY, **penalties)
+        return answer.choices[0].message.content
+
+    texts = {text(), text(frequency_penalty=2.0), text(extra_body={"repetition_penalty": 1.3})}
+    assert len(texts) == 3
+    assert text(extra_body={"min_p": 0.5}) == text()
+    with pytest.raises(openai.BadRequestError, match="frequency_penalty .* must lie in -2 .. 2"):
+        text(frequency_penalty=3)
+
+
 def test_a_loop_of_calls_that_must_be(ask):
     """A grammar forces the calls: so small a base writes none by itself."""
     tools = [openai.pydantic_function_tool(Point, name=name) for name in ("near", "far")]
@@ -170,6 +182,29 @@ def test_streams(ask, alone):
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == alone[10]["text"]
     assert last.usage.completion_tokens == 24
+
+
+def test_a_stream_that_is_closed_early_frees_its_slot(server, ask):
+    body = {"model": "tiny", "max_tokens": 480, "extra_body": {"ignore_eos": True}}
+    chunks = ask.completions.create(prompt=AREA, stream=True, **body)
+    next(iter(chunks))
+    chunks.close()
+    assert server.becomes("num_requests_running", 0)
+
+
+def test_many_at_once(server, alone):
+    async def texts():
+        async with openai.AsyncOpenAI(**options(server)) as client:
+            answers = [client.completions.create(prompt=AREA, **GREEDY) for _ in range(12)]
+            return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
+
+    async def streamed():
+        async with openai.AsyncOpenAI(**options(server)) as client:
+            chunks = await client.completions.create(prompt=AREA, stream=True, **GREEDY)
+            return "".join([chunk.choices[0].text async for chunk in chunks])
+
+    assert asyncio.run(texts()) == [alone[0]["text"]] * 12
+    assert asyncio.run(streamed()) == alone[0]["text"]
 
 
 def test_refusals_are_the_client_s_own_errors(server, ask):

@@ -118,8 +118,9 @@ def test_a_head_learns_from_greedy_texts_and_changes_none(name):
         np.testing.assert_array_equal(own, learned)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tree", "updates"), [("chain:3", 2), ("paper25", 20)])
+@pytest.mark.parametrize(
+    ("tree", "updates"), [("chain:3", 2), pytest.param("paper25", 20, marks=pytest.mark.slow)]
+)
 def test_samples_of_a_head_that_learns_have_the_bases_distribution(tree, updates):
     rollouts, prompt = Sampler(models(tree=tree), batch_size=64, adapt=True), PROMPTS[0]
     statistic, degrees, used = 0.0, 0, set()

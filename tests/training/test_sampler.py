@@ -16,7 +16,7 @@ from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_models
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3], [2, 7]]
-SAMPLES = 500
+SAMPLES = 800
 
 
 @functools.cache
