@@ -2,8 +2,9 @@
 
 The texts that are decoded are what the head should have drafted. `Adapter` keeps the latest ones in
 a ring and makes training's own step (`step.py`) on some of them, for at most BUDGET of the seconds
-that decoding takes. So a head keeps up with a base that changes (`sampler.py`), or with a user's
-texts. Any head gives the base's text, so this changes speed alone.
+that decoding takes: a step is made if one as slow as the slowest so far fits. So a head keeps up
+with a base that changes (`sampler.py`), or with a user's texts. Any head gives the base's text, so
+this changes speed alone.
 
 The base is run over the texts again instead of keeping the activations that verification had. This
 costs a forward over ROWS texts a step, and what the head learns is always the present base's: after
@@ -115,7 +116,7 @@ class Adapter:
         self._rows = Placement(models.mesh).whole_rows(ROWS)
         config = TrainStepConfig(models.base.config, head, OPTIMIZER, mesh=models.mesh)
         self._step, self._judge = _programs(config)
-        self._greedy, self._last = True, 0.0  # seconds of the last step
+        self._greedy, self._slowest = True, 0.0  # seconds of the slowest step so far
         self.decoded = self.spent = 0.0
         self._is_prepared = False
         self._save: Callable[[], None] | None = None
@@ -190,13 +191,14 @@ class Adapter:
             return
         batch, state = self._batch(np.zeros(self._rows, np.int32)), self.state
         train = jax.tree.map(jnp.copy, state.train)
-        self._judge(self._greedy, train.params, base_params, batch)
-        # Twice, on copies: the second time tells what the first real step will take.
+        # Twice, on copies: the second time tells what a step will take, with both heads judged.
         for _ in range(2):
             began = time.perf_counter()
+            for head in (train.params, state.kept):
+                float(self._judge(self._greedy, head, base_params, batch))
             train, _ = self._step(train, base_params, batch)
             jax.block_until_ready((_copied(train.params, self.params), _begin(state.kept)))
-        self._last = time.perf_counter() - began
+        self._slowest = time.perf_counter() - began
         self._is_prepared = True
 
     def watch(self, seconds: float, forwards: int, is_greedy: bool) -> None:
@@ -224,7 +226,7 @@ class Adapter:
         # Full but for what waits: else the first texts would be learned again and again.
         texts, size = self.state.texts, len(self.state.tokens)
         if self._every is None:
-            is_due = self.spent + self._last <= BUDGET * self.decoded
+            is_due = self.spent + self._slowest <= BUDGET * self.decoded
         else:
             is_due = self.state.forwards >= self._every
         if texts < size or not is_due:
@@ -245,8 +247,9 @@ class Adapter:
         if time.monotonic() - self._saved_at > SAVED_EVERY:
             self.save()
 
-        self._last = now() - began
-        self.spent += self._last
+        seconds = now() - began
+        self.spent += seconds
+        self._slowest = max(self._slowest, seconds)
         return self.params
 
     def _batch(self, rows: np.ndarray) -> Batch:

@@ -70,20 +70,22 @@ def test_a_text_is_taken_once_and_its_end_with_what_came_before_it():
 
 def test_steps_take_no_more_than_their_share_of_the_seconds(monkeypatch):
     monkeypatch.setattr(adapting, "BUDGET", 0.05)
-    adapter, clock = Adapter(models()), itertools.count()
+    # By this clock every second step takes 3 seconds, the others take 1.
+    times = itertools.accumulate(itertools.cycle((0.0, 1.0, 0.0, 3.0)))
+    adapter = Adapter(models())
     fill(adapter, 2 * HELD - 1)
     adapter.watch(1000.0, 1, True)
-    learn = functools.partial(adapter.learn, random_base(), lambda: float(next(clock)))
+    learn = functools.partial(adapter.learn, random_base(), lambda: next(times))
     assert learn() is None  # its ring is not full
     fill(adapter, 1)
     adapter.watch(-1000.0, 1, True)
-    for seconds in range(1, 201):
+    for seconds in range(1, 401):
         adapter.watch(1.0, 1, True)
         learn()
-        # By this clock a step takes a second; only of the first is that not known before.
-        assert adapter.spent <= max(0.05 * seconds, 1)
-    assert adapter.spent == adapter.state.steps == 10
-    assert adapter.decoded == 200
+        # That a step takes 1 second, or 3, is not known before the first such step.
+        assert adapter.spent <= max(0.05 * seconds, 4 if seconds < 80 else 0)
+    assert (adapter.spent, adapter.state.steps) == (20, 10)
+    assert adapter.decoded == 400
 
 
 def test_with_a_number_of_forwards_seconds_do_not_matter():
