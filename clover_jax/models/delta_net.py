@@ -257,9 +257,10 @@ def unit_inverse(lower: Float[Array, "*b T T"]) -> Float[Array, "*b T T"]:
     while span < size:
         # Entries of the second half of each block of 2 span rows, below the first half.
         row, column = index[:, None] // span, index // span
-        below = jnp.where((row % 2 == 1) & (row - 1 == column), lower, 0)
-        right = _product("...ij,...jk->...ik", below, inverse)
-        inverse = inverse - _product("...ij,...jk->...ik", inverse, right)
+        below = (row % 2 == 1) & (row - 1 == column)
+        right = _product("...ij,...jk->...ik", jnp.where(below, lower, 0), inverse)
+        # Set, not subtracted: libtpu 0.0.42 fails to compile such a product with a subtraction.
+        inverse = jnp.where(below, -_product("...ij,...jk->...ik", inverse, right), inverse)
         span *= 2
     return inverse
 
