@@ -274,14 +274,13 @@ def lower_step(
     one device.
     Raises UserError if the compiler is missing, or the mesh does not fit or has fsdp.
     """
-    devices = find_devices(target)
-    shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
+    shape = MeshShape() if mesh is None else parse_mesh(mesh, target.num_chips)
     if shape.fsdp > 1:
         raise UserError(
             f"--mesh={mesh}: fsdp={shape.fsdp} is for training; a decode step splits its rows over "
             "data and its weights over tensor"
         )
-    device_mesh = make_mesh(shape, devices)
+    device_mesh = make_mesh(shape, find_devices(target, shape.size))
 
     # The arguments, as the engine lays them out; buffers have room for one step.
     batch = Placement(device_mesh).whole_rows(batch)

@@ -323,8 +323,7 @@ def _mesh_shape(mesh: str | None, target: Target | None) -> MeshShape:
         count = len(jax.devices()) if mesh and "-1" in mesh else None
         return parse_mesh(mesh, count) if mesh else MeshShape()
     # A TPU's topology has all of its chips; by default fsdp takes them.
-    chips = math.prod(int(n) for n in target.topology.partition(":")[2].split("x"))
-    return parse_mesh(mesh or "fsdp=-1", chips)
+    return parse_mesh(mesh or "fsdp=-1", target.num_chips)
 
 
 def dtype_for(settings: TrainSettings, target: Target | None) -> jnp.dtype:

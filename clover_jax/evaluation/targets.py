@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
@@ -76,6 +77,13 @@ class Target:
     platform: str
     chip: Chip
     topology: str
+
+    @property
+    def num_chips(self) -> int | None:
+        """The chips of a TPU's topology; None for GPUs, of which a mesh takes any number."""
+        if self.platform != "tpu":
+            return None
+        return math.prod(int(n) for n in self.topology.partition(":")[2].split("x"))
 
 
 def parse_target(name: str) -> Target:

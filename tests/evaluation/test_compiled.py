@@ -86,7 +86,7 @@ def test_grouped_rows_read_a_matrix_each_at_most():
 
 
 def test_the_command_prints_what_the_compiler_says(capsys, monkeypatch):
-    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
+    monkeypatch.setattr(compiled, "find_devices", lambda *_: jax.devices()[:1])
     flags = ["--target=tpu-v6e:2x2", "--base=shape:64x1x96", "--context=100", "--dtype=float32"]
     monkeypatch.setattr(compiled, "options_for", lambda platform: None)  # this compiler has others
     status, lines, _ = run_command(capsys, bench, *flags, "--draft=none")
@@ -105,15 +105,15 @@ def test_the_command_prints_what_the_compiler_says(capsys, monkeypatch):
     assert "fits (arguments" in lines[1]
 
 
-def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
-    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices() * 4)
+def test_a_decode_step_is_not_split_over_fsdp():
     models = load_shapes(ModelSpec("shape:64x1x96", dtype="float32"))
-    with pytest.raises(UserError, match=r"--mesh=fsdp=-1: fsdp=4 is for training; .* tensor"):
-        compiled.lower_step(models, HERE, "fsdp=-1", batch=4, context=10)
+    for mesh, target in (("fsdp=-1", "tpu-v6e:2x2"), ("fsdp=4", "gpu-h200")):
+        with pytest.raises(UserError, match=f"--mesh={mesh}: fsdp=4 is for training; .* tensor"):
+            compiled.lower_step(models, parse_target(target), mesh, batch=4, context=10)
 
 
 def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
-    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
+    monkeypatch.setattr(compiled, "find_devices", lambda *_: jax.devices()[:1])
     models = load_shapes(ModelSpec("shape:64x1x96", dtype="float32"))
     with jax.default_matmul_precision("default"):
         text = compiled.lower_step(models, HERE, None, batch=1, context=10).lowered.as_text()
@@ -130,7 +130,7 @@ from clover_jax.evaluation.targets import CHIPS, Target
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.runtime.jsonl import to_json
 
-compiled.find_devices = lambda target: jax.devices()
+compiled.find_devices = lambda *_: jax.devices()
 for mesh in sys.argv[1:]:
     spec = ModelSpec("shape:64x1x96", dtype="float32", mesh=mesh)
     target = Target("here", "cpu", CHIPS["v6e"], "4")

@@ -24,7 +24,7 @@ from tests.conftest import run_program
 
 
 def test_the_report_and_the_program_are_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
+    monkeypatch.setattr(compiled, "find_devices", lambda *_: jax.devices()[:1])
     target = Target("here", "cpu", CHIPS["v6e"], "1")  # this machine's compiler
     spec, program = ModelSpec("shape:64x1x96", dtype="float32"), str(tmp_path / "step.hlo")
     row = decoding.compile_and_describe(target, spec, batch=1, context=10, program=program)
