@@ -112,7 +112,10 @@ class DeltaNet(nn.Module):
         inputs, gate = projected[..., :channels], projected[..., channels:]
         state = empty_delta_state(net, len(x), x.dtype) if cache is None else cache
         read = jax.nn.silu(convolve(inputs, state.conv, kernel, mask))
-        tokens = _tokens(net, read, _by_head(x, gates).astype(jnp.float32), rate, rate_bias)
+        # Of another type than `projected`: for a GPU XLA joins products of one array with two
+        # matrices if their results are alike, and writes both matrices as one at every step.
+        gates = _by_head(x, gates, jnp.float32)
+        tokens = _tokens(net, read, gates, rate, rate_bias)
 
         # A text has one window after another, a tree is one window.
         if cache is None:
@@ -130,6 +133,9 @@ class DeltaNet(nn.Module):
         normed = RMSNorm(self.config.rms_norm_eps, name="norm")(mixed.astype(x.dtype))
         gated = _tokens_first(normed) * jax.nn.silu(gate.astype(jnp.float32))
         flat = jnp.moveaxis(gated.astype(x.dtype), 2, 1).reshape(-1, heads * inner)
+        # For a GPU XLA would fuse the transposition with the product, and fail where n is 1536.
+        barrier = jax.lax.optimization_barrier
+        flat = jax.lax.platform_dependent(flat, tpu=lambda y: y, default=barrier)
         return contract("rn,nd->rd", flat, out.reshape(-1, width)).reshape(x.shape), rows
 
 
@@ -141,14 +147,16 @@ def empty_delta_state(net: DeltaConfig, batch: int, dtype: jnp.dtype) -> DeltaSt
     return DeltaState(jnp.zeros(state, jnp.float32), jnp.zeros(conv, dtype))
 
 
-def _by_head(x: Float[Array, "B T D"], matrix: Matrix) -> Float[Array, "B K T n"]:
+def _by_head(
+    x: Float[Array, "B T D"], matrix: Matrix, dtype: jnp.dtype | None = None
+) -> Float[Array, "B K T n"]:
     """Return x times a matrix [D, K, n], as it is stored: flat, a TPU would re-lay it."""
 
     def flat(x: Array, matrix: Matrix) -> Array:
-        columns = contract("btd,dn->btn", x, matrix.reshape(x.shape[-1], -1))
+        columns = contract("btd,dn->btn", x, matrix.reshape(x.shape[-1], -1), dtype)
         return jnp.moveaxis(columns.reshape(*x.shape[:2], *matrix.shape[1:]), 2, 1)
 
-    stored = functools.partial(contract, "btd,dkn->bktn")
+    stored = functools.partial(contract, "btd,dkn->bktn", dtype=dtype)
     return jax.lax.platform_dependent(x, matrix, tpu=stored, default=flat)
 
 
