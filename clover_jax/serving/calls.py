@@ -4,6 +4,9 @@ A base writes calls and thinking into its text, between marks that its chat temp
 package that is maintained and light has their parsers: vLLM's and SGLang's come with torch,
 `openai-harmony` loads its vocabulary from the network, and `transformers` parses whole answers by
 a schema that few tokenizers have.
+
+`Incoming` has the text, `Parts` what was read from it. Each notation of calls has a reader of its
+own, `FORMATS` names those of a family of models, and `Splitter` reads the text around calls.
 """
 
 from __future__ import annotations
@@ -13,59 +16,368 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Container, Generator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from clover_jax.data.detokenization import settled_length
 
+T = TypeVar("T")
+# It yields where it needs more of the text, and returns what its docstring says.
+Reading = Generator[None, None, T]
+Kind = Literal["reasoning", "content"]
+
+
+class Incoming:
+    """The text of an answer that is not read yet, while more of it comes.
+
+    left: what has come; append to it. is_over: whether it is all.
+    """
+
+    def __init__(self) -> None:
+        self.left, self.is_over = "", False
+
+    def put_back(self, text: str) -> None:
+        """Put text back, which is then read next."""
+        self.left = text + self.left
+
+    def take(self, length: int) -> str:
+        """Read so many characters and return them."""
+        taken, self.left = self.left[:length], self.left[length:]
+        return taken
+
+    def more(self) -> Reading[bool]:
+        """Wait for more text; return False at the end."""
+        if not self.is_over:
+            yield
+            return True
+        return False
+
+    def match(self, options: Sequence[str]) -> Reading[str | None]:
+        """Read one of these after white space and return it; None where none is next."""
+        while True:
+            text = self.left.lstrip()
+            found = next((one for one in options if text.startswith(one)), None)
+            if found is not None:
+                self.take(len(self.left) - len(text) + len(found))
+                return found
+            # It may be the beginning of one.
+            if not any(one.startswith(text) for one in options) or not (yield from self.more()):
+                return None
+
+    def pass_until(self, use: Callable[[str], None], marks: Sequence[str]) -> Reading[str | None]:
+        """Use the text up to a mark, read the mark and return it; None at the end of the text."""
+        while True:
+            found = [(at, mark) for mark in marks if (at := self.left.find(mark)) >= 0]
+            if found:
+                at, mark = min(found)
+                use(self.take(at))
+                return self.take(len(mark))
+            use(self.take(settled_length(self.left, marks)))
+            if not (yield from self.more()):
+                use(self.take(len(self.left)))
+                return None
+
+    def read_until(self, marks: Sequence[str]) -> Reading[tuple[str, str | None]]:
+        """Read up to a mark and return the text before it, and the mark as `pass_until` does."""
+        pieces: list[str] = []
+        mark = yield from self.pass_until(pieces.append, marks)
+        return "".join(pieces), mark
+
+
+class Part(NamedTuple):
+    """A new piece of an answer. A call's first piece has its id and name, later ones arguments."""
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str
+    call: int = 0
+    id: str | None = None
+    name: str | None = None
+
+
+class Parts:
+    """The parts of an answer that are settled, and the white space that is not.
+
+    has_tools: whether there may be calls. functions: the types of their parameters, by name.
+    """
+
+    def __init__(self, tools: Sequence[Mapping[str, Any]], most_calls: int | None):
+        self.has_tools = bool(tools)
+        self.functions = {
+            name: _types(one.get("parameters"))
+            for one in (tool.get("function", tool) for tool in tools)
+            if isinstance(one, dict) and isinstance(name := one.get("name"), str)
+        }
+        self._most_calls, self.num_calls = most_calls, 0
+        self._new: list[Part] = []
+        # White space waits for what follows it. Where a part begins, but not the answer, it goes.
+        self._space, self._trims, self._kind = "", False, "content"
+
+    def take(self) -> list[Part]:
+        """Return the parts since the last time."""
+        new, self._new = self._new, []
+        return new
+
+    def end(self) -> None:
+        """Add the white space that ends the answer."""
+        if self._space and self._kind == "content":
+            self._new.append(Part("content", self._space))
+        self._space = ""
+
+    def say(self, kind: Kind, text: str) -> None:
+        """Add a piece of what is thought or said."""
+        text = self._space + text
+        if self._trims:
+            text = text.lstrip()
+        said = text.rstrip()
+        self._space, self._kind = text[len(said) :], kind
+        if said:
+            self._trims = False
+            self._new.append(Part(kind, said))
+
+    def begin_part(self, kind: Kind = "content", space: str = "") -> None:
+        """Leave out white space up to what is said next; space: stands there instead."""
+        self._space, self._trims, self._kind = space, not space, kind
+
+    def begin_call(self, name: str, id_: str | None = None) -> None:
+        """Add a call; id_: the model's own, if any."""
+        self.begin_part()
+        # Mistral's templates want nine letters and digits; others take any id.
+        self._add(Part("call", "", self.num_calls, id_ or uuid.uuid4().hex[:9], name))
+        self.num_calls += 1
+
+    def add_arguments(self, text: str) -> None:
+        """Add a piece of the last call's arguments."""
+        if text:
+            self._add(Part("call", text, self.num_calls - 1))
+
+    def _add(self, part: Part) -> None:
+        if self._most_calls is None or part.call < self._most_calls:
+            self._new.append(part)
+
+
+# Reads what follows a mark, and returns whether it is a call. If not, nothing is read.
+Reader = Callable[[Incoming, Parts], Reading[bool]]
+
+# Up to the arguments of a call whose name comes first, as templates write it.
+_HEAD = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
+
+def read_json(text: Incoming, parts: Parts, known: Container[str] | None = None) -> Reading[bool]:
+    """Read {"name": .., "arguments": {..}}, a list of such calls, or several one after the other.
+
+    known: names of functions; None for any.
+    """
+    opened = (yield from text.match(["["])) or ""
+    if not (yield from _read_object(text, parts, known)):
+        text.put_back(opened)
+        return False
+    # Calls follow one another after commas, semicolons or white space.
+    while separator := (yield from text.match([",", ";", "{"])):
+        left = separator if separator == "{" else ""
+        text.put_back(left)
+        if not (yield from _read_object(text, parts, known)):
+            text.put_back(separator.removeprefix(left))
+            break
+    if opened:
+        yield from text.match(["]"])
+    return True
+
+
+def _read_object(text: Incoming, parts: Parts, known: Container[str] | None) -> Reading[bool]:
+    """Read one object that names a function; return whether it does."""
+    # Where keys come in another order, only the whole object says which call it is.
+    brackets = _Brackets()
+    while not (head := _HEAD.match(text.left)) and not (end := brackets.end_in(text.left)):
+        if not "{".startswith(text.left.lstrip()[:1]) or not (yield from text.more()):
+            return False
+    written = head[0] if head else text.left[:end]
+    call = {"name": _from_json(head[1])} if head else _from_json(written)
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]  # as OpenAI's API writes calls
+    name = call.get("name") if isinstance(call, dict) else None
+    if not isinstance(name, str) or (known is not None and name not in known):
+        return False
+
+    text.take(len(written))
+    parts.begin_call(name)
+    if not head:
+        given = call.get("arguments", call.get("parameters"))
+        parts.add_arguments(given if isinstance(given, str) else _as_json(given or {}))
+        return True
+    yield from _pass_object(text, parts.add_arguments)
+    # After other keys, which say nothing more, the object ends.
+    if (yield from text.match(["}", ","])) == ",":
+        yield from _pass_object(text, lambda _: None, depth=1)
+    return True
+
+
+def _pass_object(text: Incoming, use: Callable[[str], None], depth: int = 0) -> Reading[None]:
+    """Use an object as it comes; depth: its brackets that were read before."""
+    brackets = _Brackets(depth)
+    while (end := brackets.end_in(text.left)) is None:
+        use(text.take(len(text.left)))
+        brackets.num_read = 0
+        if not (yield from text.more()):
+            return
+    use(text.take(end))
+
+
+_FUNCTION, _PARAMETER = "<function=", "<parameter="
+_XML_HEAD = re.compile(rf"\s*{_FUNCTION}([^\s<>]+)\s*>")
+_XML_SO_FAR = re.compile(rf"{_FUNCTION}[^\s<>]*\s*")
+
+
+def read_xml(text: Incoming, parts: Parts) -> Reading[bool]:
+    """Read <function=NAME><parameter=KEY>VALUE</parameter></function>, as Qwen3-Coder writes it."""
+    while not (head := _XML_HEAD.match(text.left)):
+        so_far = text.left.lstrip()
+        may_come = _FUNCTION.startswith(so_far) or _XML_SO_FAR.fullmatch(so_far)
+        if not may_come or not (yield from text.more()):
+            return False
+    text.take(head.end())
+    parts.begin_call(head[1])
+
+    types, before = parts.functions.get(head[1], {}), "{"
+    while (yield from text.match([_PARAMETER, "</function>"])) == _PARAMETER:
+        key = (yield from text.read_until([">"]))[0].strip()
+        value, end = yield from text.read_until(["</parameter>", _PARAMETER, "</function>"])
+        # Some models leave the closing tag out.
+        text.put_back("" if end in (None, "</parameter>") else end)
+        # The newlines next to the tags are not the value's.
+        value = value.removeprefix("\n").removesuffix("\n")
+        written = _as_json(_typed(value, types.get(key, frozenset())) if end else value)
+        # Where the text ends within a value, so do the arguments.
+        parts.add_arguments(f"{before}{_as_json(key)}: {written if end else written[:-1]}")
+        if end is None:
+            return True
+        before = ", "
+    parts.add_arguments("{}" if before == "{" else "}")
+    return True
+
+
+_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([\w-]+))?\s*(?:\[ARGS\])?\s*(?=\{)")
+
+
+def read_named(text: Incoming, parts: Parts) -> Reading[bool]:
+    """Read NAME[CALL_ID]ID[ARGS]{..}, with or without the marks, as newer Mistrals write it."""
+    while not (head := _NAMED.match(text.left)):
+        if not re.fullmatch(r"[\w.\-\s\[\]]*", text.left) or not (yield from text.more()):
+            return False
+    text.take(head.end())
+    parts.begin_call(head[1], head[2])
+    yield from _pass_object(text, parts.add_arguments)
+    return True
+
+
+_GEMMA_BEGINS = ("<|tool_call>", "<start_function_call>")
+_GEMMA_ENDS = ("<tool_call|>", "<end_function_call>")
+
+
+def read_gemma(text: Incoming, parts: Parts) -> Reading[bool]:
+    """Read call:NAME{key:<|"|>text<|"|>,key:1}; FunctionGemma has <escape> for quotes."""
+    # Only all of it can be turned into JSON.
+    written, end = yield from text.read_until(_GEMMA_ENDS)
+    text.put_back(end or "")
+    call = re.fullmatch(r"\s*call:([\w.-]+)(\{.*\})\s*", written, re.DOTALL)
+    arguments = _from_gemma(call[2]) if call else None
+    if call is None or not isinstance(arguments, dict):
+        text.put_back(written)
+        return False
+    parts.begin_call(call[1])
+    parts.add_arguments(_as_json(arguments))
+    return True
+
+
+_HARMONY_BEGINS = ("<|start|>", "<|channel|>")
+_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+
+def read_harmony(text: Incoming, parts: Parts) -> Reading[None]:
+    """Read an answer of messages, each with its channel and perhaps the tool that it goes to.
+
+    Example: <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{..}<|call|>
+    """
+    begins, ends = (*_HARMONY_BEGINS, "to="), (*_HARMONY_ENDS, *_HARMONY_BEGINS)
+    mark: str | None = ""
+    seen = set[str]()
+    parts.begin_part()
+    while mark is not None:
+        mark = mark if mark in begins else (yield from text.match(begins))
+        if mark is None and not text.left.strip():
+            return
+        # A message without a head is text, and so is a head without a message.
+        text.put_back(mark or "")
+        head, begun = (yield from text.read_until(["<|message|>"])) if mark else ("", "")
+        if begun is None:
+            parts.say("content", head)
+            return
+
+        channel = re.search(r"<\|channel\|>\s*(\w+)", head)
+        goes_to = re.search(r"to=(?:functions\.)?([^\s<]+)", head)
+        if parts.has_tools and goes_to:
+            parts.begin_call(goes_to[1])
+            use: Callable[[str], None] = parts.add_arguments
+        else:
+            kind: Kind = "reasoning" if channel and channel[1] == "analysis" else "content"
+            # Messages of one kind are one text, on lines of their own.
+            parts.begin_part(kind, "\n" if kind in seen else "")
+            seen.add(kind)
+            use = functools.partial(parts.say, kind)
+        mark = yield from text.pass_until(use, ends)
+
 
 class Format(NamedTuple):
-    """How a family of models writes calls; what is between the marks tells the rest.
+    """How a family of models writes calls.
 
     begins: marks before a call, or before a list of calls. ends: marks after it, left out.
-    told_by: words of which a chat template of the family has one.
+    told_by: words of which a chat template of the family has one. others: marks within a call.
+    reader: reads the family's own notation after a mark, where it is neither JSON nor XML.
+    answer_reader: reads whole answers, where text and thinking have marks of the format too.
     is_bare: whether an answer may also begin with the JSON of a call, without a mark.
-    others: marks within a call.
     """
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     told_by: tuple[str, ...]
-    is_bare: bool = False
     others: tuple[str, ...] = ()
+    reader: Reader | None = None
+    answer_reader: Callable[[Incoming, Parts], Reading[None]] | None = None
+    is_bare: bool = False
 
 
 # The first whose word a chat template has; some have marks of others within them.
 FORMATS = {
-    # <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{..}<|call|>
     "harmony": Format(
-        ("<|start|>", "<|channel|>"),
-        ("<|end|>", "<|call|>", "<|return|>"),
+        _HARMONY_BEGINS,
+        _HARMONY_ENDS,
         ("<|channel|>",),
-        others=("<|message|>", "<|constrain|>"),
+        ("<|message|>", "<|constrain|>"),
+        answer_reader=read_harmony,
     ),
-    # [TOOL_CALLS][{"name": .., "arguments": {..}}, ..] or [TOOL_CALLS]NAME[ARGS]{..}, one by one
-    "mistral": Format(("[TOOL_CALLS]",), (), ("[TOOL_CALLS]",), others=("[CALL_ID]", "[ARGS]")),
-    # <|tool_call>call:NAME{key:<|"|>text<|"|>,key:1}<tool_call|>; FunctionGemma has other marks
-    "gemma": Format(
-        ("<|tool_call>", "<start_function_call>"),
-        ("<tool_call|>", "<end_function_call>"),
-        ("<|tool_call>", "<start_function_call>"),
-        others=('<|"|>', "<escape>"),
+    # [TOOL_CALLS][{..}, ..] or [TOOL_CALLS]NAME[ARGS]{..}, one by one
+    "mistral": Format(
+        ("[TOOL_CALLS]",), (), ("[TOOL_CALLS]",), ("[CALL_ID]", "[ARGS]"), read_named
     ),
-    # <tool_call>{"name": .., "arguments": {..}}</tool_call>, also Qwen's; and Qwen3-Coder's
-    # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
-    "hermes": Format(
-        ("<tool_call>", "<function="), ("</tool_call>",), ("<tool_call>", "<function=")
-    ),
-    # <|tool_call|>[{"name": .., "arguments": {..}}]<|/tool_call|> or functools[{..}]; Granite too
+    # <|tool_call>call:NAME{..}<tool_call|>
+    "gemma": Format(_GEMMA_BEGINS, _GEMMA_ENDS, _GEMMA_BEGINS, ('<|"|>', "<escape>"), read_gemma),
+    # <tool_call>{..}</tool_call>, also Qwen's; and Qwen3-Coder's, with or without its first mark
+    "hermes": Format(("<tool_call>", _FUNCTION), ("</tool_call>",), ("<tool_call>", _FUNCTION)),
+    # <|tool_call|>[{..}]<|/tool_call|> or functools[{..}]; Granite too
     "phi": Format(
         ("<|tool_call|>", "functools["),
         ("<|/tool_call|>",),
         ("<|tool_call|>", "<|tool|>", "functools["),
     ),
     # {"name": .., "parameters": {..}}, perhaps after <|python_tag|>, several with semicolons
-    "llama": Format(("<|python_tag|>",), (), ("<|python_tag|>", "Environment: ipython"), True),
+    "llama": Format(
+        ("<|python_tag|>",), (), ("<|python_tag|>", "Environment: ipython"), is_bare=True
+    ),
 }
+# Notations that may follow the marks of any format, by what they begin with.
+_COMMON: dict[str, Reader] = {"{": read_json, "[": read_json, "<": read_xml}
+# Marks that are a part of what they begin.
+_BEGINS_WITH = {_FUNCTION: _FUNCTION, "functools[": "["}
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
 
 
@@ -97,37 +409,6 @@ def style_of(template: str, wanted: str = "auto") -> Style:
     return Style(next(told, None) if wanted == "auto" else wanted, thinking)
 
 
-class Part(NamedTuple):
-    """A new piece of an answer. A call's first piece has its id and name, later ones arguments."""
-
-    kind: Literal["reasoning", "content", "call"]
-    text: str
-    call: int = 0
-    id: str | None = None
-    name: str | None = None
-
-
-# Up to the arguments of a call whose name comes first, as templates write it.
-_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-_NAMED = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]([\w-]+))?\s*(?:\[ARGS\])?\s*(?=\{)")
-_NAMED_SO_FAR = re.compile(r"[\w.\-\s\[\]]*")
-_FUNCTION, _PARAMETER = "<function=", "<parameter="
-_XML_HEAD = re.compile(rf"\s*{_FUNCTION}([^\s<>]+)\s*>")
-_XML_SO_FAR = re.compile(rf"{_FUNCTION}[^\s<>]*\s*")
-_VALUE_ENDS = ("</parameter>", _PARAMETER, "</function>")
-_GEMMA = re.compile(r"\s*call:([\w.-]+)(\{.*\})\s*", re.DOTALL)
-_HARMONY_STARTS = ("<|start|>", "<|channel|>", "to=")
-_HARMONY_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-# Marks that are a part of what they begin.
-_BEGINS_WITH = {_FUNCTION: _FUNCTION, "functools[": "["}
-
-# A reader of the text: it yields where it needs more of it, and returns what its docstring says.
-Reading = Generator[None, None, Any]
-Kind = Literal["reasoning", "content"]
-
-
 class Splitter:
     """Split one answer into its parts, however its text is cut into pieces.
 
@@ -155,321 +436,62 @@ class Splitter:
         is_thinking: whether the prompt has opened the thinking.
         most_calls: leave out further calls; None keeps all.
         """
-        functions = [tool.get("function", tool) for tool in tools]
-        # The types of every function's parameters, by name.
-        self._types = {
-            name: _types(one.get("parameters"))
-            for one in functions
-            if isinstance(one, dict) and isinstance(name := one.get("name"), str)
-        }
-        self._form = FORMATS[style.calls] if style.calls and tools else None
-        self._thinking, self._is_thinking = style.thinking, is_thinking
-        self._most_calls, self.num_calls = most_calls, 0
-
-        # Text that is not read yet; white space that waits for what follows it.
-        self._text, self._space, self._is_over = "", "", False
-        self._new: list[Part] = []
-        # White space at the beginning of a part is left out, but not at the answer's.
-        self._trims, self._kind = False, "content"
-        self._work = self._harmony() if style.calls == "harmony" else self._answer()
+        self._text, self._parts = Incoming(), Parts(tools, most_calls)
+        form = FORMATS[style.calls] if style.calls else None
+        if form and form.answer_reader:
+            self._work = form.answer_reader(self._text, self._parts)
+        else:
+            self._work = self._answer(form if tools else None, style, is_thinking)
         next(self._work)
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls have begun, with those that are left out."""
+        return self._parts.num_calls
 
     def push(self, text: str) -> list[Part]:
         """Return what a further piece of text settles."""
-        self._text += text
-        return self._go_on()
+        self._text.left += text
+        next(self._work, None)
+        return self._parts.take()
 
     def end(self) -> list[Part]:
         """Return what was held back, at the end of the text."""
-        self._is_over = True
-        parts = self._go_on()
-        space, self._space = self._space, ""
-        return [*parts, Part("content", space)] if space and self._kind == "content" else parts
-
-    def _go_on(self) -> list[Part]:
+        self._text.is_over = True
         next(self._work, None)
-        new, self._new = self._new, []
-        return new
+        self._parts.end()
+        return self._parts.take()
 
-    def _more(self) -> Reading:
-        """Wait for more text; return False at the end."""
-        if not self._is_over:
-            yield
-            return True
-        return False
-
-    def _take(self, length: int) -> str:
-        taken, self._text = self._text[:length], self._text[length:]
-        return taken
-
-    def _say(self, kind: Kind, text: str) -> None:
-        text = self._space + text
-        if self._trims:
-            text = text.lstrip()
-        said = text.rstrip()
-        self._space, self._kind = text[len(said) :], kind
-        if said:
-            self._trims = False
-            self._new.append(Part(kind, said))
-
-    def _begin_part(self) -> None:
-        self._space, self._trims = "", True
-
-    def _pass_until(self, use: Callable[[str], None], marks: Sequence[str]) -> Reading:
-        """Use the text up to a mark, read the mark and return it; None at the end of the text."""
-        while True:
-            found = [(at, mark) for mark in marks if (at := self._text.find(mark)) >= 0]
-            if found:
-                at, mark = min(found)
-                use(self._take(at))
-                return self._take(len(mark))
-            use(self._take(settled_length(self._text, marks)))
-            if not (yield from self._more()):
-                use(self._take(len(self._text)))
-                return None
-
-    def _match(self, options: Sequence[str]) -> Reading:
-        """Read one of these after white space and return it; None where none is next."""
-        while True:
-            text = self._text.lstrip()
-            found = next((one for one in options if text.startswith(one)), None)
-            if found is not None:
-                self._take(len(self._text) - len(text) + len(found))
-                return found
-            # It may be the beginning of one.
-            if not any(one.startswith(text) for one in options) or not (yield from self._more()):
-                return None
-
-    def _answer(self) -> Reading:
+    def _answer(self, form: Format | None, style: Style, is_thinking: bool) -> Reading[None]:
         """Read thinking at the beginning, then text and calls."""
-        if self._thinking is not None:
-            opened, closed = self._thinking
-            if self._is_thinking or (yield from self._match([opened])):
-                self._begin_part()
-                yield from self._pass_until(functools.partial(self._say, "reasoning"), [closed])
-                self._begin_part()
-        if self._form is not None and self._form.is_bare:
+        text, parts = self._text, self._parts
+        if style.thinking is not None:
+            opened, closed = style.thinking
+            if is_thinking or (yield from text.match([opened])):
+                parts.begin_part()
+                yield from text.pass_until(functools.partial(parts.say, "reasoning"), [closed])
+                parts.begin_part()
+        if form is not None and form.is_bare:
             # A base may also answer in JSON: only a tool's name tells a call.
-            yield from self._json_calls(self._types)
+            yield from read_json(text, parts, known=parts.functions)
 
-        marks = self._form.begins if self._form else ()
-        say = functools.partial(self._say, "content")
-        while mark := (yield from self._pass_until(say, marks)):
-            if not (yield from self._calls(mark)):
+        say = functools.partial(parts.say, "content")
+        while mark := (yield from text.pass_until(say, form.begins if form else ())):
+            if form is None or not (yield from self._call(form, mark)):
                 say(mark)
 
-    def _calls(self, mark: str) -> Reading:
+    def _call(self, form: Format, mark: str) -> Reading[bool]:
         """Read what follows a mark; return whether it is a call. If not, nothing is read."""
-        assert self._form is not None  # as it has the mark
-        begins_with = _BEGINS_WITH.get(mark, "")
-        self._text = begins_with + self._text
-        while not self._text.strip() and (yield from self._more()):
+        text, begins_with = self._text, _BEGINS_WITH.get(mark, "")
+        text.put_back(begins_with)
+        while not text.left.strip() and (yield from text.more()):
             pass
-        # What comes next tells how the call is written.
-        first = self._text.lstrip()[:1]
-        if first in ("{", "["):
-            is_call = yield from self._json_calls()
-        elif first == "<":
-            is_call = yield from self._xml_call()
-        elif mark in FORMATS["gemma"].begins:
-            is_call = yield from self._gemma_call()
-        else:
-            is_call = mark in FORMATS["mistral"].begins and (yield from self._named_call())
-        if is_call:
-            yield from self._match(self._form.ends)
-        else:
-            self._text = self._text.removeprefix(begins_with)
-        return is_call
-
-    def _begin_call(self, name: str, id_: str | None = None) -> None:
-        self._begin_part()
-        # Mistral's templates want nine letters and digits; others take any id.
-        self._add(Part("call", "", self.num_calls, id_ or uuid.uuid4().hex[:9], name))
-        self.num_calls += 1
-
-    def _add_arguments(self, text: str) -> None:
-        if text:
-            self._add(Part("call", text, self.num_calls - 1))
-
-    def _add(self, part: Part) -> None:
-        if self._most_calls is None or part.call < self._most_calls:
-            self._new.append(part)
-
-    def _json_calls(self, known: Container[str] | None = None) -> Reading:
-        """Read a call, a list of calls, or several one after the other.
-
-        known: names of functions; None for any. Returns whether there is a call. If not, nothing
-        is read.
-        """
-        opened = (yield from self._match(["["])) or ""
-        if not (yield from self._json_call(known)):
-            self._text = opened + self._text
-            return False
-        # Calls follow one another after commas, semicolons or white space.
-        while separator := (yield from self._match([",", ";", "{"])):
-            left = separator if separator == "{" else ""
-            self._text = left + self._text
-            if not (yield from self._json_call(known)):
-                self._text = separator.removeprefix(left) + self._text
-                break
-        if opened:
-            yield from self._match(["]"])
-        return True
-
-    def _json_call(self, known: Container[str] | None) -> Reading:
-        """Read one object that names a function; return whether it does."""
-        brackets = _Brackets()
-        while not (head := _HEAD.match(self._text)):
-            if not "{".startswith(self._text.lstrip()[:1]):
-                return False
-            # Keys in another order: only the whole object says which call it is.
-            if (end := brackets.end_in(self._text)) is not None:
-                return self._whole_call(end, known)
-            if not (yield from self._more()):
-                return False
-        name = _from_json(head[1])
-        if not isinstance(name, str) or (known is not None and name not in known):
-            return False
-
-        self._take(head.end())
-        self._begin_call(name)
-        yield from self._stream_arguments()
-        # After other keys, which say nothing more, the object ends.
-        if (yield from self._match(["}", ","])) == ",":
-            rest = _Brackets(depth=1)
-            while (end := rest.end_in(self._text)) is None and (yield from self._more()):
-                pass
-            self._take(len(self._text) if end is None else end)
-        return True
-
-    def _whole_call(self, end: int, known: Container[str] | None) -> bool:
-        value = _from_json(self._text[:end])
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):
-            value = value["function"]  # as OpenAI's API writes calls
-        name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(name, str) or (known is not None and name not in known):
-            return False
-
-        given = value.get("arguments", value.get("parameters"))
-        self._take(end)
-        self._begin_call(name)
-        self._add_arguments(given if isinstance(given, str) else _as_json(given or {}))
-        return True
-
-    def _stream_arguments(self) -> Reading:
-        """Pass an object on as it comes."""
-        brackets = _Brackets()
-        while (end := brackets.end_in(self._text)) is None:
-            self._add_arguments(self._take(len(self._text)))
-            brackets.num_read = 0
-            if not (yield from self._more()):
-                return
-        self._add_arguments(self._take(end))
-
-    def _named_call(self) -> Reading:
-        """Read a name and an object, perhaps with marks between them; return whether they come."""
-        while not (head := _NAMED.match(self._text)):
-            may_come = _NAMED_SO_FAR.fullmatch(self._text)
-            if not may_come or not (yield from self._more()):
-                return False
-        self._take(head.end())
-        self._begin_call(head[1], head[2])
-        yield from self._stream_arguments()
-        return True
-
-    def _gemma_call(self) -> Reading:
-        """Read a name and arguments in Gemma's own notation; return whether they come."""
-        ends = FORMATS["gemma"].ends
-        while not (found := [at for end in ends if (at := self._text.find(end)) >= 0]):
-            if not (yield from self._more()):
-                break
-        # Only all of it can be turned into JSON.
-        length = min(found, default=len(self._text))
-        call = _GEMMA.fullmatch(self._text[:length])
-        arguments = _from_gemma(call[2]) if call else None
-        if call is None or not isinstance(arguments, dict):
-            return False
-        self._take(length)
-        self._begin_call(call[1])
-        self._add_arguments(_as_json(arguments))
-        return True
-
-    def _xml_call(self) -> Reading:
-        """Read a function and its parameters in tags; return whether they come."""
-        while not (head := _XML_HEAD.match(self._text)):
-            text = self._text.lstrip()
-            may_come = _FUNCTION.startswith(text) or _XML_SO_FAR.fullmatch(text)
-            if not may_come or not (yield from self._more()):
-                return False
-        self._take(head.end())
-        self._begin_call(head[1])
-
-        types, before = self._types.get(head[1], {}), "{"
-        while (yield from self._match([_PARAMETER, "</function>"])) == _PARAMETER:
-            key, value, has_ended = yield from self._parameter()
-            written = _as_json(_typed(value, types.get(key, frozenset())))
-            # Where the text ends within a value, so do the arguments.
-            written = written if has_ended else _as_json(value)[:-1]
-            self._add_arguments(f"{before}{_as_json(key)}: {written}")
-            if not has_ended:
-                return True
-            before = ", "
-        self._add_arguments("{}" if before == "{" else "}")
-        return True
-
-    def _parameter(self) -> Reading:
-        """Read a parameter; return its key, its text and whether that has an end."""
-        while ">" not in self._text and (yield from self._more()):
-            pass
-        key, _, self._text = self._text.partition(">")
-        # Some models leave the closing tag out.
-        while not (
-            found := [(at, end) for end in _VALUE_ENDS if (at := self._text.find(end)) >= 0]
-        ):
-            if not (yield from self._more()):
-                break
-
-        at, end = min(found, default=(len(self._text), ""))
-        value = self._take(at)
-        self._text = self._text.removeprefix("</parameter>")
-        # The newlines next to the tags are not the value's.
-        return key.strip(), value.removeprefix("\n").removesuffix("\n"), end != ""
-
-    def _harmony(self) -> Reading:
-        """Read messages, each with its channel and perhaps the tool that it goes to."""
-        mark, seen = "", set[str]()
-        self._trims = True
-        while mark is not None:
-            mark = mark if mark in _HARMONY_STARTS else (yield from self._match(_HARMONY_STARTS))
-            if mark is None and not self._text.strip():
-                return
-            # A message without a head is text, and so is a head without a message.
-            head = "" if mark is None else (yield from self._harmony_head(mark))
-            if head is None:
-                return
-            channel = re.search(r"<\|channel\|>\s*(\w+)", head)
-            goes_to = re.search(r"to=(?:functions\.)?([^\s<]+)", head)
-            if self._form is not None and goes_to is not None:
-                self._begin_call(goes_to[1])
-                use: Callable[[str], None] = self._add_arguments
-            else:
-                is_thought = channel is not None and channel[1] == "analysis"
-                kind: Kind = "reasoning" if is_thought else "content"
-                # Messages of one kind are one text, on lines of their own.
-                self._space, self._trims, self._kind = "\n" * (kind in seen), kind not in seen, kind
-                seen.add(kind)
-                use = functools.partial(self._say, kind)
-            mark = yield from self._pass_until(use, _HARMONY_ENDS)
-
-    def _harmony_head(self, mark: str) -> Reading:
-        """Return the head of a message that begins with a mark; None where the text ends in it."""
-        while (at := self._text.find("<|message|>")) < 0:
-            if not (yield from self._more()):
-                self._say("content", mark + self._take(len(self._text)))
-                return None
-        head = mark + self._take(at)
-        self._take(len("<|message|>"))
-        return head
+        reader = _COMMON.get(text.left.lstrip()[:1], form.reader)
+        if reader and (yield from reader(text, self._parts)):
+            yield from text.match(form.ends)
+            return True
+        text.take(len(begins_with))
+        return False
 
 
 class _Brackets:
@@ -532,9 +554,7 @@ def _types(schema: Any) -> dict[str, frozenset[str]]:
     for key, one in properties.items() if isinstance(properties, dict) else ():
         choices = [one, *(one.get("anyOf") or ())] if isinstance(one, dict) else []
         named = [choice.get("type") for choice in choices if isinstance(choice, dict)]
-        listed = [
-            type_ for type_ in named for type_ in (type_ if isinstance(type_, list) else [type_])
-        ]
+        listed = [type_ for each in named for type_ in (each if isinstance(each, list) else [each])]
         types[key] = frozenset(type_ for type_ in listed if isinstance(type_, str))
     return types
 
