@@ -222,7 +222,12 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     mesh: as `--mesh`; it may have more devices than this machine. target: None is this machine.
     """
     # Check the settings before anything is traced.
-    shape = _mesh_shape(mesh, target)
+    if target is not None and target.platform == "tpu":
+        shape = parse_mesh(mesh or "fsdp=-1", target.num_chips)
+    else:
+        # A mesh may name more devices than this machine has, but -1 stands for those it has.
+        here = len(jax.devices()) if mesh and "-1" in mesh else None
+        shape = parse_mesh(mesh, here) if mesh else MeshShape()
     placed = make_abstract_mesh(shape)
     check_rows(settings, placed)
     step = step_shapes(settings, dtype_for(settings, target))
@@ -315,15 +320,6 @@ def lower_training_step(step: StepShapes, mesh: MeshShape, target: Target) -> Lo
         with_shardings(step.batch, row_shardings(step.batch, devices)),
     )
     return make_train_step(config).trace(*arguments).lower()
-
-
-def _mesh_shape(mesh: str | None, target: Target | None) -> MeshShape:
-    if target is None or target.platform != "tpu":
-        # A mesh may name more devices than this machine has, but -1 stands for those it has.
-        count = len(jax.devices()) if mesh and "-1" in mesh else None
-        return parse_mesh(mesh, count) if mesh else MeshShape()
-    # A TPU's topology has all of its chips; by default fsdp takes them.
-    return parse_mesh(mesh or "fsdp=-1", target.num_chips)
 
 
 def dtype_for(settings: TrainSettings, target: Target | None) -> jnp.dtype:
