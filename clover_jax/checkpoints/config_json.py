@@ -54,7 +54,10 @@ _OLDER_FIELDS = {"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_
 _OF_HYBRIDS = frozenset(
     ("full_attention_interval", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 )
-_OUR_FIELDS = {"qwen3_moe": frozenset(("num_experts",))}
+_OUR_FIELDS = {
+    "qwen3_moe": frozenset(("num_experts",)),
+    "qwen3_vl_moe_text": frozenset(("num_experts", "norm_topk_prob")),
+}
 _OUR_FIELDS |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _OF_HYBRIDS)
 # Objects that describe the rotation, the one that wins first, and what they may hold.
 _ROPES = ("rope_scaling", "rope_parameters")

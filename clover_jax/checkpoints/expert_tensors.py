@@ -21,6 +21,7 @@ from clover_jax.checkpoints.llama_config import (
     read_full_layers,
     read_window,
 )
+from clover_jax.checkpoints.llama_kin import beside_images
 from clover_jax.checkpoints.llama_tensors import Family, base_leaves
 from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
 from clover_jax.config import BaseConfig
@@ -48,6 +49,14 @@ QWEN3_MOE_DEFAULTS: dict[str, Any] = {
     "sliding_window": 4096,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+}
+QWEN3_VL_MOE_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 128_000,
+    "rope_theta": 500_000.0,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
 }
 GPT_OSS_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
@@ -99,6 +108,15 @@ def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
     )
 
 
+def parse_qwen3_vl_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of Qwen3-VL's text with experts into ours."""
+    values = QWEN3_VL_MOE_DEFAULTS | {"norm_topk_prob": True} | values
+    # transformers' router does not ask; others' do.
+    if not values["norm_topk_prob"]:
+        raise UserError(f"{path}: norm_topk_prob must be true, as transformers computes Qwen3-VL")
+    return parse_qwen3_moe_config(values, path)
+
+
 def dense_layers(values: dict[str, Any]) -> tuple[int, ...]:
     """Return the layers with one MLP: those that are listed, and all but every `step`-th."""
     step, listed = values["decoder_sparse_step"], values.get("mlp_only_layers") or []
@@ -121,12 +139,17 @@ def with_experts(
 
 
 def expert_leaves(
-    config: BaseConfig, module: str, names: tuple[str, str, str], stacked: bool = False
+    config: BaseConfig,
+    module: str,
+    names: tuple[str, str, str],
+    stacked: bool = False,
+    inputs_first: bool = False,
 ) -> list[Leaf]:
     """Return the base's leaves, with experts in the place of MLPs.
 
     names: of an expert's gate, up and down, within the module.
-    stacked: whether a layer's experts are stored in two tensors, not one by one.
+    stacked, inputs_first: whether a layer's experts are stored in two tensors, not one by one, and
+        how, as in `stacked_leaves`.
     """
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
     # [in, out] of an expert's gate, up and down, as in our leaves.
@@ -138,7 +161,7 @@ def expert_leaves(
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
         leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
         if stacked:
-            leaves += stacked_leaves(config, path, f"{prefix}.experts")
+            leaves += stacked_leaves(config, path, f"{prefix}.experts", inputs_first)
             continue
         for ours, name, shape in zip(EXPERTS, names, shapes, strict=True):
             # Each expert is a stored matrix [out, in] of its own; one leaf holds them all.
@@ -150,18 +173,30 @@ def expert_leaves(
     return leaves
 
 
-def stacked_leaves(config: BaseConfig, path: LeafPath, prefix: str) -> list[Leaf]:
-    """Return a layer's experts that are stored together: gates and ups in one tensor, and downs."""
+def stacked_leaves(
+    config: BaseConfig, path: LeafPath, prefix: str, inputs_first: bool = False
+) -> list[Leaf]:
+    """Return a layer's experts that are stored together: gates and ups in one tensor, and downs.
+
+    inputs_first: whether each expert's matrices are stored [in, out], as ours are.
+    """
     number, width, inner = config.num_experts, config.hidden_size, config.expert_size
-    both = (number, 2 * inner, width), (number, inner, width), (0, 2, 1)
+    axes = (0, 1, 2) if inputs_first else (0, 2, 1)
+
+    def stored(*shape: int) -> tuple[int, ...]:
+        return tuple(shape[axis] for axis in axes)
+
     leaves = []
     for side, ours in enumerate(EXPERTS[:2]):
-        part = (slice(None), slice(side * inner, (side + 1) * inner))
-        piece = Piece(f"{prefix}.gate_up_proj", *both, part=part)
-        leaves.append(Leaf((*path, ours), (number, width, inner), (piece,)))
-    shape = (number, width, inner)
-    down = Piece(f"{prefix}.down_proj", shape, shape, (0, 2, 1))
-    return [*leaves, Leaf((*path, EXPERTS[2]), (number, inner, width), (down,))]
+        half = slice(side * inner, (side + 1) * inner)
+        part = (slice(None),) * axes.index(2) + (half,)
+        shape = (number, width, inner)
+        sizes = stored(number, width, 2 * inner), stored(*shape)
+        piece = Piece(f"{prefix}.gate_up_proj", *sizes, axes, part=part)
+        leaves.append(Leaf((*path, ours), shape, (piece,)))
+    shape = (number, inner, width)
+    down = Piece(f"{prefix}.down_proj", stored(*shape), stored(*shape), axes)
+    return [*leaves, Leaf((*path, EXPERTS[2]), shape, (down,))]
 
 
 def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf]:
@@ -232,8 +267,16 @@ MIXTRAL = Family(
     parse_mixtral_config,
     functools.partial(expert_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),
 )
-QWEN3_MOE = Family(
-    parse_qwen3_moe_config,
-    functools.partial(expert_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")),
+_qwen3_leaves = functools.partial(
+    expert_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")
+)
+QWEN3_MOE = Family(parse_qwen3_moe_config, _qwen3_leaves)
+QWEN3_VL_MOE = beside_images(
+    Family(
+        parse_qwen3_vl_moe_config,
+        functools.partial(_qwen3_leaves, stacked=True, inputs_first=True),  # as published
+        alternative=functools.partial(_qwen3_leaves, stacked=True),  # as transformers 5 saves
+    ),
+    r"model\.visual\..*",
 )
 GPT_OSS = Family(parse_gpt_oss_config, gpt_oss_leaves)

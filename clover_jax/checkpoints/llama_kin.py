@@ -223,13 +223,13 @@ def beside_images(text: Family, ignored: str) -> Family:
     def moved(name: str) -> str:
         return re.sub(r"^model\.", "model.language_model.", name)
 
-    stacked = text.stacked
+    alternative = text.alternative
     return dataclasses.replace(
         text,
         parse=lambda values, path: text.parse(text_fields(values, path), path),
         leaves=lambda config: renamed(text.leaves(config), moved),
         ignored=ignored,
-        stacked=stacked and (lambda config: renamed(stacked(config), moved)),
+        alternative=alternative and (lambda config: renamed(alternative(config), moved)),
     )
 
 

@@ -188,7 +188,7 @@ class Family:
     adjust: changes a stored tensor, from the fields of config.json, its name and itself.
     ignored: names of stored tensors that no text needs, as a regular expression; "" for none. In
         it <layers> stands for the number of layers.
-    stacked: `leaves` of a folder whose experts of a layer are stored together; None where the
+    alternative: `leaves` of folders that store a layer's experts in another way; None where the
         family's always lie in one way.
     """
 
@@ -197,4 +197,4 @@ class Family:
     # Few families change the values of a tensor.
     adjust: Callable[[dict[str, Any], str, np.ndarray], np.ndarray] = lambda _, __, tensor: tensor
     ignored: str = ""
-    stacked: Callable[[BaseConfig], list[Leaf]] | None = None
+    alternative: Callable[[BaseConfig], list[Leaf]] | None = None

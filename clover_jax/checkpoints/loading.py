@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.config_json import read_config, tell_unknown
-from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
+from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE, QWEN3_VL_MOE
 from clover_jax.checkpoints.gemma4 import GEMMA4, GEMMA4_UNIFIED, GEMMA4_UNIFIED_WHOLE, GEMMA4_WHOLE
 from clover_jax.checkpoints.gguf_file import GgufTensors
 from clover_jax.checkpoints.glm import GLM4, GLM4_MOE
@@ -148,12 +148,15 @@ def open_base(source: str) -> BaseModel:
 def _open_files(directory: Path, checkpoint: Checkpoint) -> tuple[Checkpoint, TensorFiles]:
     """Return the checked files of a checkpoint, which the files may correct."""
     files = TensorFiles(directory, checkpoint.quantization)
-    stacked = checkpoint.family.stacked
-    # An MTP layer's experts (`mtp.`) may be stored in another way than the base's.
-    names = [name for name in files.shapes if name.endswith(".experts.gate_up_proj")]
-    if stacked and any(not name.startswith("mtp.") for name in names):
-        family = dataclasses.replace(checkpoint.family, leaves=stacked)
-        checkpoint = checkpoint._replace(family=family, leaves=stacked(checkpoint.config))
+    if alternative := checkpoint.family.alternative:
+        # Of two ways to store experts, the one that more of the stored tensors fit.
+        def num_fitting(leaves: list[Leaf]) -> int:
+            return sum(files.shapes.get(n) == s for n, s in stored_shapes(leaves).items())
+
+        leaves = alternative(checkpoint.config)
+        if num_fitting(leaves) > num_fitting(checkpoint.leaves):
+            family = dataclasses.replace(checkpoint.family, leaves=alternative)
+            checkpoint = checkpoint._replace(family=family, leaves=leaves)
     # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
     # config; some store the output matrix a second time although it is tied to the embedding.
     layers = str(checkpoint.config.num_layers)
@@ -260,6 +263,7 @@ _FAMILIES = (
     # The text part is read.
     ("Mistral3ForConditionalGeneration", "mistral3", MISTRAL3),
     ("Qwen3VLForConditionalGeneration", "qwen3_vl", QWEN3_VL),
+    ("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", QWEN3_VL_MOE),
     ("Qwen3NextForCausalLM", "qwen3_next", QWEN3_NEXT),
     ("Qwen3_5ForCausalLM", "qwen3_5_text", QWEN3_5),
     ("Qwen3_5ForConditionalGeneration", "qwen3_5", QWEN3_5_IMAGES),

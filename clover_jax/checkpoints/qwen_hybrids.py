@@ -77,11 +77,6 @@ def parse_qwen3_next_config(values: dict[str, Any], path: Path) -> BaseConfig:
     )
 
 
-def parse_qwen3_5_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of a dense Qwen3.5's text config into ours."""
-    return _parse_hybrid(DENSE_DEFAULTS | values, path)
-
-
 def parse_qwen3_5_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Qwen3.5-MoE's text config into ours: experts in every layer."""
     # These configs have no fields for plain MLPs and for weights that are not normed.
@@ -234,7 +229,12 @@ _IGNORED = rf"{_DRAFTS}|model\.visual\..*|lm_head\.weight"
 QWEN3_NEXT = Family(
     parse_qwen3_next_config, functools.partial(hybrid_leaves, fused=True), adjust_hybrid, _DRAFTS
 )
-QWEN3_5 = Family(parse_qwen3_5_config, hybrid_leaves, adjust_hybrid, _DRAFTS)
+QWEN3_5 = Family(
+    lambda values, path: _parse_hybrid(DENSE_DEFAULTS | values, path),
+    hybrid_leaves,
+    adjust_hybrid,
+    _DRAFTS,
+)
 QWEN3_5_IMAGES = beside_images(QWEN3_5, _IGNORED)
 # Published experts of a layer are stored together, those that transformers saves one by one.
 QWEN3_5_MOE = Family(
@@ -242,6 +242,6 @@ QWEN3_5_MOE = Family(
     hybrid_leaves,
     adjust_hybrid,
     _DRAFTS,
-    stacked=functools.partial(hybrid_leaves, stacked=True),
+    alternative=functools.partial(hybrid_leaves, stacked=True),
 )
 QWEN3_5_MOE_IMAGES = beside_images(QWEN3_5_MOE, _IGNORED)

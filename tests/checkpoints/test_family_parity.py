@@ -32,6 +32,7 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 
 NO_GROUPS = {"num_key_value_heads": 4}
 WINDOW = 7
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
+VL_EXPERTS = {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True}
 GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
 # Scores are scaled by another number than the heads' width; one layer has a window, one has none.
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
@@ -142,6 +143,10 @@ FAMILIES = {
         },
     ),
     "qwen3-vl, its text": Family("Qwen3", {"head_dim": 16}, "with images"),
+    "qwen3-vl moe, its text as transformers saves it": Family(
+        "Qwen3Moe", EXPERTS | VL_EXPERTS, "with images"
+    ),
+    "qwen3-vl moe, its text as published": Family("Qwen3Moe", EXPERTS | VL_EXPERTS, "turned"),
     "olmo2": Family("Olmo2", {}),
     "olmo3, two rotations and a short window": Family(
         "Olmo3", OLMO3 | {"rope_parameters": {"full_attention": YARN_4}}
@@ -214,7 +219,7 @@ def test_padded_rows(make, name):
 
 # Other folders of a decoder that is here under another name: that they are read right the logits
 # of whole rows show.
-ELSEWHERE = ("multimodal", "with images", "with towers", "published", "mxfp4", "rotary")
+ELSEWHERE = ("multimodal", "with images", "turned", "with towers", "published", "mxfp4", "rotary")
 
 
 @pytest.mark.parametrize(
@@ -306,7 +311,7 @@ def repack_multimodal(model, folder) -> Logits:
 
 
 def repack_with_images(model, folder) -> Logits:
-    """Qwen3-VL: the text is a Qwen3, whose three rotations are one without images."""
+    """Qwen3-VL: the text is Qwen3, dense or MoE, whose three rotations are one without images."""
     import torch
     import transformers
 
@@ -315,8 +320,9 @@ def repack_with_images(model, folder) -> Logits:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
     vision |= {"out_hidden_size": SHAPE["hidden_size"], "deepstack_visual_indexes": [0]}
     vision |= {"num_position_embeddings": 16}
-    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision)
-    whole = transformers.Qwen3VLForConditionalGeneration(config).eval()
+    name = "Qwen3VLMoe" if text.pop("model_type") == "qwen3_moe" else "Qwen3VL"
+    config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     with torch.no_grad():
         found = whole.model.language_model.load_state_dict(model.model.state_dict())
         whole.lm_head.load_state_dict(model.lm_head.state_dict())
@@ -325,6 +331,16 @@ def repack_with_images(model, folder) -> Logits:
         path.unlink()
     whole.save_pretrained(folder)
     return functools.partial(torch_logits, whole)
+
+
+def repack_turned(model, folder) -> Logits:
+    """Qwen3-VL MoE as published: experts' matrices are [in, out]."""
+    expected = repack_with_images(model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if ".mlp.experts." in name]:
+        tensors[name] = np.ascontiguousarray(tensors[name].swapaxes(1, 2))
+    save_file(tensors, folder / "model.safetensors")
+    return expected
 
 
 def repack_published(model, folder) -> Logits:
@@ -418,6 +434,7 @@ REPACKS = {"mxfp4": repack_mxfp4, "rotary": repack_rotary, "alibi": repack_alibi
 REPACKS |= {"normalized": repack_normalized, "multimodal": repack_multimodal}
 REPACKS |= {"with images": repack_with_images, "choice": repack_choice}
 REPACKS |= {"with towers": repack_with_towers, "published": repack_published}
+REPACKS |= {"turned": repack_turned}
 
 
 def test_baichuan_2_stores_rows_of_any_length(make):

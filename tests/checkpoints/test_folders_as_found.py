@@ -281,6 +281,7 @@ def test_fields_that_nobody_knows_are_named(folder, capsys):
     "kind, fields",
     [
         ("qwen3_moe", {"num_experts": 8}),
+        ("qwen3_vl_moe_text", {"num_experts": 8, "norm_topk_prob": True}),
         ("qwen3_next", {"full_attention_interval": 4, "mtp_num_hidden_layers": 1}),
         ("qwen3_5_text", {"full_attention_interval": 4, "mtp_use_dedicated_embeddings": False}),
         ("qwen3_5_moe_text", {"full_attention_interval": 4, "mtp_num_hidden_layers": 1}),
