@@ -23,6 +23,7 @@ from jax.extend import core
 from jax.stages import Compiled, Lowered
 
 from clover_jax.array_types import Params, PyTree
+from clover_jax.decoding.engine import MOST_SNAPSHOTS
 from clover_jax.decoding.models import Models, cache_size, fitting_context, idle_state, load_shapes
 from clover_jax.decoding.programs import Options, Placement, options_for
 from clover_jax.decoding.spec import ModelSpec
@@ -201,9 +202,10 @@ def _without_cache() -> Iterator[None]:
         compilation_cache.reset_cache()
 
 
-def account(compiled: Compiled, chip: Chip) -> dict[str, Any]:
+def account(compiled: Compiled, chip: Chip, kept: int = 0) -> dict[str, Any]:
     """Return what the compiler says of one device, as JSON values.
 
+    kept: bytes that a run keeps there besides what the program reads.
     flops and bytes_accessed count the body of a loop once; None without such an analysis.
     """
     memory: Any = compiled.memory_analysis()
@@ -215,9 +217,10 @@ def account(compiled: Compiled, chip: Chip) -> dict[str, Any]:
     names = {"argument": "argument", "output": "output", "aliased": "alias", "temporary": "temp"}
     sizes = {name: getattr(memory, f"{theirs}_size_in_bytes") for name, theirs in names.items()}
     # An output that takes the place of a donated argument needs no room of its own.
-    resident = sum(sizes.values()) - 2 * sizes["aliased"]
+    resident = sum(sizes.values()) - 2 * sizes["aliased"] + kept
     return {
         **{f"{name}_bytes": size for name, size in sizes.items()},
+        "kept_bytes": kept,
         "resident_bytes": resident,
         "device_memory": chip.memory,
         "fits": resident <= chip.memory,
@@ -234,7 +237,8 @@ def account_lines(row: dict[str, Any]) -> list[str]:
         f"memory of a device: {gb['resident_bytes']} of {row['device_memory'] / GIGA:.2f} GB, "
         f"{'fits' if row['fits'] else 'does not fit'} (arguments {gb['argument_bytes']}, outputs "
         f"{gb['output_bytes']} of which {gb['aliased_bytes']} reuse arguments, temporaries "
-        f"{row['temporary_bytes'] / GIGA:.3f})"
+        f"{row['temporary_bytes'] / GIGA:.3f}"
+        f"{', states of prompts ' + gb['kept_bytes'] if row['kept_bytes'] else ''})"
     ]
     if accessed is not None and flops is not None:
         lines.append(
@@ -333,7 +337,12 @@ def compile_and_describe(
         "cache_bytes": bytes_of((step.states.cache, step.states.draft_cache)),
         "floor_bytes": step.floor_bytes,
         "floor_seconds": step.floor_seconds,
-        **account(compiled, target.chip),
+        **account(
+            compiled,
+            target.chip,
+            # So that prompts can go on where an earlier one was read to.
+            kept=MOST_SNAPSHOTS * bytes_of(delta_states(step.states.cache)),
+        ),
     }
     if step.rows != batch:
         print(f"--batch_size={batch} is rounded up to {step.rows} rows, as many on each device")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ import pytest
 from jax.experimental import topologies
 
 from clover_jax import bench, train
+from clover_jax.checkpoints.base import BaseModel
 from clover_jax.decoding.models import load_shapes
 from clover_jax.decoding.spec import ModelSpec
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.errors import UserError
 from clover_jax.evaluation import compiled
 from clover_jax.evaluation import dry_run as dry_run_module
@@ -29,6 +32,8 @@ from clover_jax.evaluation.targets import (
 from clover_jax.models.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
 from tests.conftest import run_command
+from tests.decoding.test_greedy_equality import HYBRID
+from tests.tiny_models import TINY, random_base, random_head, random_models
 
 HERE = Target("here", "cpu", CHIPS["v6e"], "1")
 
@@ -103,6 +108,24 @@ def test_the_command_prints_what_the_compiler_says(capsys, monkeypatch):
     assert row["flops"] > 2 * weights / 4
     assert row["bytes_accessed"] > weights
     assert "fits (arguments" in lines[1]
+
+
+def test_states_that_are_kept_for_prompts_count_as_memory(capsys, monkeypatch):
+    base = dataclasses.replace(TINY, num_layers=2, **HYBRID)
+    hybrid = BaseModel(base, random_base(base), Path(), "random")
+    models = random_models(*random_head(base, "clover_lr"), parse_tree("chain:3"))
+    models = dataclasses.replace(models, base=hybrid)
+    monkeypatch.setattr(compiled, "find_devices", lambda *_: jax.devices()[:1])
+    monkeypatch.setattr(compiled, "load_shapes", lambda *_: models)
+    spec = ModelSpec("shape:64x1x96", dtype="float32")
+    row = compiled.compile_and_describe(HERE, spec, batch=3, context=10)
+    delta = base.delta
+    state = 4 * delta.num_key_heads * delta.num_groups * delta.value_size * delta.key_size
+    inputs = 4 * delta.num_key_heads * (delta.conv_size - 1) * delta.channels
+    assert row["kept_bytes"] == 2 * 3 * (state + inputs)
+    new = row["output_bytes"] - row["aliased_bytes"] + row["kept_bytes"]
+    assert row["resident_bytes"] == row["argument_bytes"] + new + row["temporary_bytes"]
+    assert ", states of prompts 0.00)" in capsys.readouterr().out
 
 
 def test_a_decode_step_is_not_split_over_fsdp():
