@@ -1,10 +1,13 @@
 """What every test of the convert command shares."""
 
 import json
+import os
+import subprocess
 
 import pytest
 
 from clover_jax import cli, convert
+from tests.conftest import REPOSITORY
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
@@ -35,3 +38,28 @@ def speaking(tmp_path_factory):
     save_tiny_base(folder / "base", template=CHAT_TEMPLATE)
     save_tiny_draft(folder / "head", folder / "base")
     return folder
+
+
+@pytest.fixture
+def ask_worker(tmp_path):
+    """A function that runs a file beside this one by another environment's interpreter.
+
+    ask(variable, worker, asked, **settings): the variable names the interpreter. The worker reads
+    `asked` as the first line of its stdin, and `go` as the second; what it writes to the file that
+    its argument names is returned. settings: of its environment.
+    """
+
+    def ask(variable, worker, asked, **settings):
+        result = tmp_path / "out.json"
+        finished = subprocess.run(
+            [os.environ[variable], str(REPOSITORY / "tests/convert" / worker), str(result)],
+            input=json.dumps(asked) + "\ngo\n",
+            env=os.environ | settings,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+        return json.loads(result.read_text())
+
+    return ask

@@ -16,7 +16,6 @@ import collections
 import functools
 import json
 import os
-import subprocess
 
 import jax
 import numpy as np
@@ -84,7 +83,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def vllm(base_folder, tmp_path):
+def vllm(base_folder, ask_worker):
     """Return a function that decodes in vLLM: a round's token ids and counters."""
 
     def decode(prompts, speculative, **sampling):
@@ -101,17 +100,7 @@ def vllm(base_folder, tmp_path):
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        worker, result = REPOSITORY / "tests/convert/vllm_worker.py", tmp_path / "out.json"
-        finished = subprocess.run(
-            [os.environ["CLOVER_JAX_VLLM_PYTHON"], str(worker), str(result)],
-            input=json.dumps(asked) + "\ngo\n",
-            env=os.environ | settings,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-        return json.loads(result.read_text())
+        return ask_worker("CLOVER_JAX_VLLM_PYTHON", "vllm_worker.py", asked, **settings)
 
     return decode
 
