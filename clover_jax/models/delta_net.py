@@ -154,6 +154,8 @@ def _by_head(
 
     def flat(x: Array, matrix: Matrix) -> Array:
         columns = contract("btd,dn->btn", x, matrix.reshape(x.shape[-1], -1), dtype)
+        # A GPU sums the parts of a long product once, not for each of the columns' uses.
+        columns = jax.lax.optimization_barrier(columns)
         return jnp.moveaxis(columns.reshape(*x.shape[:2], *matrix.shape[1:]), 2, 1)
 
     stored = functools.partial(contract, "btd,dkn->bktn", dtype=dtype)
