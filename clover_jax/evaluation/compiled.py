@@ -232,14 +232,16 @@ def account(compiled: Compiled, chip: Chip, kept: int = 0) -> dict[str, Any]:
 def account_lines(row: dict[str, Any]) -> list[str]:
     """Return the lines that show an `account`."""
     gb = {name: f"{n / GIGA:.2f}" for name, n in row.items() if name.endswith("_bytes")}
-    accessed, flops = row["bytes_accessed"], row["flops"]
+    kept = f", states of prompts {gb['kept_bytes']}" if row["kept_bytes"] else ""
     lines = [
         f"memory of a device: {gb['resident_bytes']} of {row['device_memory'] / GIGA:.2f} GB, "
         f"{'fits' if row['fits'] else 'does not fit'} (arguments {gb['argument_bytes']}, outputs "
         f"{gb['output_bytes']} of which {gb['aliased_bytes']} reuse arguments, temporaries "
-        f"{row['temporary_bytes'] / GIGA:.3f}"
-        f"{', states of prompts ' + gb['kept_bytes'] if row['kept_bytes'] else ''})"
+        f"{row['temporary_bytes'] / GIGA:.3f}{kept})"
     ]
+
+    # Not every compiler has these two.
+    accessed, flops = row["bytes_accessed"], row["flops"]
     if accessed is not None and flops is not None:
         lines.append(
             f"cost analysis (the body of a loop counts once): {flops / GIGA:.0f} GFLOPs, "
