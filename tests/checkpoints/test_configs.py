@@ -333,6 +333,8 @@ def test_gemma_4s_last_layers_may_read_the_keys_of_earlier_ones(read):
         ),
         ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_alpha 1.702 and swiglu_limit 5.0 are"),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts must be a positive whole number"),
+        ("Qwen3VLMoeForConditionalGeneration", {"text_config": {"norm_topk_prob": False}},
+         "norm_topk_prob must be true, as transformers computes Qwen3-VL"),
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "_attention is not suppor"),
         ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "softcapping must be a positive numb"),
