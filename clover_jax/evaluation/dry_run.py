@@ -223,6 +223,7 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     """
     # Check the settings before anything is traced.
     if target is not None and target.platform == "tpu":
+        # By default fsdp takes all chips of the topology.
         shape = parse_mesh(mesh or "fsdp=-1", target.num_chips)
     else:
         # A mesh may name more devices than this machine has, but -1 stands for those it has.
