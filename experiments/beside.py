@@ -1,14 +1,15 @@
-"""Time this project beside vLLM: plain and with one head, the same prompts, in turns.
+"""Time this project beside transformers and vLLM: the same prompts, in turns.
 
-    python experiments/beside_vllm.py --vllm=vllm/bin/python --base=DIR --draft=WORKDIR \\
-        --exported=DIR [--trees=chain:4] [--threads=1] [--batch_size=1] [--rows=8] \\
-        [--max_new_tokens=64] [--rounds=3]
+    python experiments/beside.py --base=DIR --transformers [--drafts=WORKDIR@chain:4]
+        [--vllm=vllm/bin/python --exported=DIR] [--prompts=FILE] [--threads=1] [--batch_size=1]
+        [--rows=8] [--max_new_tokens=64] [--rounds=3]
 
-`--exported` is the head as `convert --to=eagle_vllm` wrote it. Four processes are started, one for
-each engine with the head and without, and one more for each further tree; all are held to the first
-`--threads` cores. A round asks each of them in turn to decode all prompts; the first round compiles
-and is not counted. Prints a row for each: the median of its rounds with the least and the most, and
-how many texts equal those of vLLM without a head.
+A process is started for each engine: this project without a draft and with each of `--drafts`
+(DRAFT@TREE, split at ";"), transformers' `generate` without and with its prompt lookup (batch 1),
+vLLM without a head and with `--exported`, a head as `convert --to=eagle_vllm` wrote it. All are
+held to the first `--threads` cores. A round asks each of them in turn to decode all prompts; the
+first round compiles and is not counted. Prints a row for each: the median of its rounds with the
+least and the most, and how many texts equal those of the first row.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
@@ -71,21 +73,18 @@ class Engine:
         self._process.wait()
 
 
-def decode_here(results):
-    """Decode with this project, as the worker of vLLM does with vLLM."""
-    import time
-
+def decode_here(asked):
+    """Return a function that decodes the prompts with this project."""
     from clover_jax import api
 
-    asked = json.loads(sys.stdin.readline())
     models = api.load_base(asked["model"], dtype="float32")
     if asked["draft"]:
         models = api.load_draft(
             models, asked["draft"], tree=asked["tree"], allow_base_mismatch=True
         )
     sampling = asked["sampling"]
-    for _ in sys.stdin:
-        started = time.perf_counter()
+
+    def decode():
         rows = api.generate_rows(
             models,
             asked["prompts"],
@@ -94,7 +93,43 @@ def decode_here(results):
             ignore_eos=sampling["ignore_eos"],
             batch_size=asked["batch_size"],
         )
-        ids = [[row["output_ids"]] for row in sorted(rows, key=lambda row: row["index"])]
+        return [[row["output_ids"]] for row in sorted(rows, key=lambda row: row["index"])]
+
+    return decode
+
+
+def decode_transformers(asked):
+    """Return a function that decodes the prompts with transformers, greedily, one by one."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)
+    count = asked["sampling"]["max_tokens"]
+
+    def decode():
+        outputs = []
+        for ids in asked["prompts"]:
+            output = model.generate(
+                torch.tensor([ids]),
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=count,
+                min_new_tokens=count,
+                prompt_lookup_num_tokens=asked["lookup"],
+            )
+            outputs.append([output[0, len(ids) :].tolist()])
+        return outputs
+
+    return decode
+
+
+def work(results):
+    """Decode all prompts for each line of stdin, as the worker of vLLM does with vLLM."""
+    asked = json.loads(sys.stdin.readline())
+    decode = (decode_here if "draft" in asked else decode_transformers)(asked)
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        ids = decode()
         seconds = time.perf_counter() - started
         with open(results, "a", encoding="utf-8") as file:
             file.write(json.dumps({"seconds": seconds, "output_ids": ids}) + "\n")
@@ -102,9 +137,11 @@ def decode_here(results):
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    for name in ("vllm", "base", "draft", "exported"):
-        parser.add_argument(f"--{name}", required=True)
-    parser.add_argument("--trees", default="chain:4", help="for this project, split at ';'")
+    parser.add_argument("--base", required=True)
+    for name in ("prompts", "vllm", "exported"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--transformers", action="store_true")
+    parser.add_argument("--drafts", default="lookup@copy:4", help="DRAFT@TREE;...")
     for name, default in (("threads", 1), ("batch_size", 1), ("rows", 8), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--max_new_tokens", type=int, default=64)
@@ -112,28 +149,33 @@ def parse_arguments():
 
 
 def start(given, folder):
-    """Return the engines by name; vLLM without a head is the first."""
-    from clover_jax import api
+    """Return the engines by name, others' first."""
+    import transformers
 
-    rows = (Path(given.base) / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(row)["prompt"] for row in rows[: given.rows]]
-    tokenizer = api.load_base(given.base, dtype="float32").tokenizer
+    path = Path(given.prompts or Path(given.base) / "prompts.jsonl")
+    rows = path.read_text(encoding="utf-8").splitlines()[: given.rows]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(given.base)
     asked = {
         "model": given.base,
-        "prompts": [tokenizer(text)["input_ids"] for text in texts],
+        "prompts": [tokenizer(json.loads(row)["prompt"])["input_ids"] for row in rows],
         "batch_size": given.batch_size,
         "sampling": {"temperature": 0.0, "max_tokens": given.max_new_tokens, "ignore_eos": True},
     }
-    head = {"method": "eagle", "model": given.exported, "num_speculative_tokens": 4}
-    theirs = [given.vllm, str(REPOSITORY / "tests/convert/vllm_worker.py")]
     ours = [sys.executable, __file__, "--worker"]
-    commands = {
-        "vLLM, plain": (theirs, {"speculative": None}),
-        "vLLM, chain:4": (theirs, {"speculative": head}),
-        "here, plain": (ours, {"draft": None}),
-    }
-    for tree in given.trees.split(";"):
-        commands[f"here, {tree}"] = (ours, {"draft": given.draft, "tree": tree})
+    commands = {}
+    if given.vllm:
+        theirs = [given.vllm, str(REPOSITORY / "tests/convert/vllm_worker.py")]
+        commands["vLLM, plain"] = (theirs, {"speculative": None})
+    if given.exported:
+        head = {"method": "eagle", "model": given.exported, "num_speculative_tokens": 4}
+        commands["vLLM, chain:4"] = (theirs, {"speculative": head})
+    if given.transformers:
+        commands["transformers, plain"] = (ours, {"lookup": None})
+        commands["transformers, prompt lookup"] = (ours, {"lookup": 10})
+    commands["here, plain"] = (ours, {"draft": None})
+    for draft in given.drafts.split(";"):
+        name, tree = draft.split("@")
+        commands[f"here, {draft}"] = (ours, {"draft": name, "tree": tree})
     return {
         name: Engine(command, asked | more, given.threads, folder / f"{number}.jsonl")
         for number, (name, (command, more)) in enumerate(commands.items())
@@ -152,10 +194,11 @@ def main():
         for engine in engines.values():
             engine.close()
 
-    reference = texts["vLLM, plain"]
+    first, *_ = engines
+    reference = texts[first]
     tokens = sum(len(ids) for (ids,) in reference)
-    print("| engine | tokens/s | of vLLM plain | equal texts |\n| --- | --- | --- | --- |")
-    plain = statistics.median(seconds["vLLM, plain"])
+    print(f"| engine | tokens/s | of {first} | equal texts |\n| --- | --- | --- | --- |")
+    plain = statistics.median(seconds[first])
     for name, times in seconds.items():
         low, median, high = (tokens / f(times) for f in (max, statistics.median, min))
         equal = sum(a == b for a, b in zip(reference, texts[name], strict=True))
@@ -165,6 +208,6 @@ def main():
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
-        decode_here(sys.argv[2])
+        work(sys.argv[2])
     else:
         main()
