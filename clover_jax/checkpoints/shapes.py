@@ -66,6 +66,25 @@ def _qwen3_5(value_heads: int) -> dict[str, Any]:
     }
 
 
+def _gemma3(width: int) -> dict[str, Any]:
+    return {
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope": _LONG_ROPE,
+        "max_position_embeddings": 32_768,
+        "tie_word_embeddings": True,
+        "query_key_norm": True,
+        "sliding_window": 512,
+        "score_scale": 1 / 16,
+        "post_norms": True,
+        "activation": "gelu",
+        # A layer of six sees everything.
+        "full_attention_layers": tuple(range(5, 62, 6)),
+        "local_rope": RopeConfig(),
+        "embedding_scale": width**0.5,
+    }
+
+
 def _gemma4(width: int, local_kv_heads: int) -> dict[str, Any]:
     # Layers without a window have heads of 512; those with one have their own below.
     return {
@@ -123,21 +142,18 @@ SHAPES = {
         **_experts(32, 4, 2880),
     ),
     "mixtral-8x7b": _shape(32_000, 4096, 14_336, 32, 32, 8, **_MISTRAL, **_experts(8, 2, 14_336)),
+    "gemma3-270m": _shape(262_144, 640, 2048, 18, 4, 1, **_gemma3(640)),
+    "gemma3-1b": _shape(262_144, 1152, 6912, 26, 4, 1, **_gemma3(1152)),
     "gemma3-27b": _shape(
         *(262_208, 5376, 21_504, 62, 32, 16),
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1e6, kind="linear", factor=8.0),
-        max_position_embeddings=131_072,
-        tie_word_embeddings=True,
-        query_key_norm=True,
-        sliding_window=1024,
-        score_scale=168**-0.5,  # 5376 / 32: by its config, not by the heads' width
-        post_norms=True,
-        activation="gelu",
-        full_attention_layers=tuple(range(5, 62, 6)),
-        local_rope=RopeConfig(),
-        embedding_scale=5376**0.5,
+        **_gemma3(5376)
+        | {
+            "head_dim": 128,
+            "rope": RopeConfig(theta=1e6, kind="linear", factor=8.0),
+            "max_position_embeddings": 131_072,
+            "sliding_window": 1024,
+            "score_scale": 168**-0.5,  # 5376 / 32: by its config, not by the heads' width
+        },
     ),
     "gemma4-31b": _shape(262_144, 5376, 21_504, 60, 32, 4, **_gemma4(5376, 16)),
     "gemma4-26b-a4b": _shape(

@@ -158,6 +158,7 @@ def test_a_file_is_refused():
         ("mixtral-8x7b", 46.70),
         ("qwen3-30b-a3b", 30.53),
         ("gpt-oss-20b", 20.91),
+        *(("gemma3-270m", 0.2681), ("gemma3-1b", 0.9999)),
         ("gemma3-27b", 27.01),  # of the text: images take 0.42 more
         *(("gemma4-31b", 30.7), ("gemma4-26b-a4b", 25.2)),
         *(("llama2-7b", 6.74), ("vicuna-7b", 6.74), ("mistral-7b", 7.25), ("qwen3-8b", 8.19)),
