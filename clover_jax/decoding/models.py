@@ -45,6 +45,7 @@ from clover_jax.decoding.tree_config import (
 )
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
+from clover_jax.field_types import parse_values
 from clover_jax.models.meshes import mesh_for
 from clover_jax.models.placement import param_shardings, place_on
 from clover_jax.runtime.distributed import to_host
@@ -259,9 +260,15 @@ def fresh_head(name: str, base: BaseModel) -> Draft:
     """Return a draft of shapes: a head as `train` would initialize it for this base."""
     # "random:KIND:NAME=VALUE,...", or the bare kind of a head without weights.
     kind, _, text = name.removeprefix(RANDOM).partition(":")
-    options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)
+    known = registry.plain_options(kind) | {"draft_vocab": int}
+    given = f"--draft={RANDOM}{kind}:"
+    options = parse_values(given, text, known, f"a {kind} head has no option")
+    size = options.pop("draft_vocab", None)
     try:
-        head = registry.head(registry.config_for_base(kind, base.config, **options))
+        config = registry.config_for_base(kind, base.config, **options)
+        if size is not None:  # any tokens will do: the shapes are the same
+            config = dataclasses.replace(config, draft_to_target=tuple(range(size)))
+        head = registry.head(config)
     except ValueError as error:
         raise UserError(f"--draft={name}: {error}") from error
     # In the base's type, like a head that is read.

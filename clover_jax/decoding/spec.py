@@ -19,7 +19,8 @@ _foreign = functools.partial(setting, group="third-party drafts")
 class ModelSpec(ChatSettings, BaseSettings):
     """A base, a draft and a tree, as a user names them.
 
-    draft: "random:KIND" is a head with random weights, "random:KIND:NAME=VALUE,..." has options.
+    draft: "random:KIND" is a head with random weights, "random:KIND:NAME=VALUE,..." has options,
+        those of its kind and draft_vocab, the size of a reduced vocabulary.
     tree: None is the draft's recorded tree, or `default_tree`.
     tokenizer: False where no text is read or written; chat templates are not compared then.
     """

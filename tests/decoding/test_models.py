@@ -47,6 +47,9 @@ def test_a_random_head_takes_options_of_its_kind():
     assert config_of("random:dflash2").num_layers == 3
     with_options = config_of(f"random:dflash2:{options}")
     assert (with_options.num_layers, with_options.candidates) == (2, 8)
+    assert config_of("random:clover_lr:rank=8,draft_vocab=32").draft_vocab_size == 32
+    with pytest.raises(UserError, match="draft_to_target .97 ids. must ascend and lie in 0 .. 95"):
+        config_of("random:clover_lr:draft_vocab=97")
     with pytest.raises(UserError, match="--draft=random:clover_lr:depth=2: .* no option 'depth'"):
         config_of("random:clover_lr:depth=2")
     with pytest.raises(UserError, match=r"--draft=random:clover_lr:rank=-1: rank \(-1\) must lie"):
