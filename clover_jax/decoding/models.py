@@ -191,7 +191,10 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
     draft = fresh_head(spec.draft, plain.base)
     if "draft" in parts:
         draft = dataclasses.replace(draft, params=jax.eval_shape(quantize_params, draft.params))
-    return _with_draft(plain, draft, spec)
+    # The rows of a reduced vocabulary, which `Models.weights` gathers from arrays.
+    weights = jax.eval_shape(functools.partial(weights_for, draft.head), params, draft.params)
+    base = dataclasses.replace(base, params=weights.base)
+    return _with_draft(dataclasses.replace(plain, base=base), draft, spec)
 
 
 def tree_notice(spec: ModelSpec, models: Models) -> str | None:

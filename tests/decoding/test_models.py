@@ -10,6 +10,7 @@ from clover_jax.decoding.models import identity_of, load_shapes, params_hash, tr
 from clover_jax.decoding.models import load as load_spec
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.drafters import registry
+from clover_jax.drafters.drafter import DRAFT_ROWS
 from clover_jax.errors import UserError
 from tests.tiny_checkpoints import edit_json
 from tests.tiny_folders import save_tiny_draft
@@ -40,14 +41,19 @@ def test_a_large_tree_that_nobody_named_is_told_on_a_cpu(base, tmp_path):
 
 
 def test_a_random_head_takes_options_of_its_kind():
+    def models_of(draft):
+        return load_shapes(ModelSpec("shape:64x3x96", draft=draft, dtype="float32"))
+
     def config_of(draft):
-        return load_shapes(ModelSpec("shape:64x3x96", draft=draft, dtype="float32")).head.config
+        return models_of(draft).head.config
 
     options = "num_layers=2,candidates=8"
     assert config_of("random:dflash2").num_layers == 3
     with_options = config_of(f"random:dflash2:{options}")
     assert (with_options.num_layers, with_options.candidates) == (2, 8)
-    assert config_of("random:clover_lr:rank=8,draft_vocab=32").draft_vocab_size == 32
+    reduced = models_of("random:clover_lr:rank=8,draft_vocab=32")
+    assert reduced.weights.base[DRAFT_ROWS].shape == (reduced.head.config.draft_vocab_size, 64)
+    assert reduced.head.config.draft_vocab_size == 32
     with pytest.raises(UserError, match="draft_to_target .97 ids. must ascend and lie in 0 .. 95"):
         config_of("random:clover_lr:draft_vocab=97")
     with pytest.raises(UserError, match="--draft=random:clover_lr:depth=2: .* no option 'depth'"):
