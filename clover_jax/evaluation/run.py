@@ -309,19 +309,19 @@ def _measure(evaluation: Evaluation) -> Measured:
             divergences[name] = judge(comparisons[name], plain, plan, vanilla, is_expected)
             hits[name] = _accuracy(method, plain, bar)
 
-    # After the bar: nothing else may run while these programs are timed.
-    with passing_note("timing the parts of a step"):
-        # The first rows that have text, as many as the batch has slots.
-        rows = (row for row in plain.values() if any(turns_of(row)))
-        first = [
-            plan.request(row["row"], next(turns_of(row)).prompt_ids)
-            for row in itertools.islice(rows, plan.batch_sizes[0])
-        ]
-        engines = evaluation.engines[plan.batch_sizes[0]]
-        times = {
-            method.name: parts.measure(method, engines[method.name], first)
-            for method in (evaluation.methods if first else ())
-        }
+    # The first rows that have text, as many as the batch has slots.
+    rows = (row for row in plain.values() if any(turns_of(row)))
+    first = [
+        plan.request(row["row"], next(turns_of(row)).prompt_ids)
+        for row in itertools.islice(rows, plan.batch_sizes[0])
+    ]
+    engines, timed = evaluation.engines[plan.batch_sizes[0]], evaluation.methods if first else ()
+    times = {}
+    with progress_bar(len(timed), "parts of a step", "method", first_compiles=True) as bar:
+        for method in timed:
+            bar.show(method.name)
+            times[method.name] = parts.measure(method, engines[method.name], first)
+            bar.update()
     return Measured(comparisons, divergences, hits, times)
 
 

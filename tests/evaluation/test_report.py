@@ -146,8 +146,8 @@ def test_no_bar_counts_compilation(folder, monkeypatch):
     write_rows(folder, "single.jsonl", [{"prompt": "he"}])
     one = (f"--drafts=chain={folder / 'work'}", "--tree=chain:2", "--repeats=1")
     assert run(folder, folder / "bars", *one, prompts="single.jsonl").status == 0
-    # The heads' programs for accuracy compile while the bar is shown, those of passes before it.
-    assert starts_late == {"batch size 2": False, "accuracy": True}
+    # The programs for accuracy and parts compile while the bar is shown, those of passes before it.
+    assert starts_late == {"batch size 2": False, "accuracy": True, "parts of a step": True}
 
 
 def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
