@@ -175,7 +175,7 @@ def candidates(models: Models, sampling: SamplingConfig) -> dict[str, Models]:
         small = ["paths:0/1/0.0/0.1/0.0.0"]
     names = [f"chain:{min(depth, 2)}", *small, portable_name(models.tree)]
     if models.head.config.kind == "lookup":
-        names = ["copy:4", "copy:8", portable_name(models.tree)]
+        names = ["copy:2", "copy:4", "copy:8", portable_name(models.tree)]
 
     ways = {PLAIN: models.plain()}
     for name in names:

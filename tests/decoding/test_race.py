@@ -93,8 +93,8 @@ def models_of(kind, tree):
 @pytest.mark.parametrize(
     ("kind", "tree", "sampling", "names"),
     [
-        ("lookup", None, GREEDY, ["copy:4", "copy:8", "copy:25"]),
-        ("lookup", "copy:8", GREEDY, ["copy:4", "copy:8"]),
+        ("lookup", None, GREEDY, ["copy:2", "copy:4", "copy:8", "copy:25"]),
+        ("lookup", "copy:8", GREEDY, ["copy:2", "copy:4", "copy:8"]),
         ("random:clover2", None, GREEDY, [*small("dynamic:5:4:2"), "paper25"]),
         ("random:clover", None, GREEDY, [*small("dynamic:5:3:2"), "clover4"]),
         ("random:clover2", None, SAMPLED, ["chain:2", "paths:0/1/0.0/0.1/0.0.0", "paper25"]),
