@@ -45,7 +45,6 @@ from clover_jax.decoding.tree_config import (
 )
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.field_types import parse_values
 from clover_jax.models.meshes import mesh_for
 from clover_jax.models.placement import param_shardings, place_on
 from clover_jax.runtime.distributed import to_host
@@ -263,9 +262,7 @@ def fresh_head(name: str, base: BaseModel) -> Draft:
     """Return a draft of shapes: a head as `train` would initialize it for this base."""
     # "random:KIND:NAME=VALUE,...", or the bare kind of a head without weights.
     kind, _, text = name.removeprefix(RANDOM).partition(":")
-    known = registry.plain_options(kind) | {"draft_vocab": int}
-    given = f"--draft={RANDOM}{kind}:"
-    options = parse_values(given, text, known, f"a {kind} head has no option")
+    options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind, draft_vocab=int)
     size = options.pop("draft_vocab", None)
     try:
         config = registry.config_for_base(kind, base.config, **options)

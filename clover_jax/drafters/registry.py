@@ -178,15 +178,16 @@ def plain_options(kind: str) -> dict[str, type]:
     return plain
 
 
-def parse_options(given: str, text: str, kind: str) -> dict[str, Any]:
+def parse_options(given: str, text: str, kind: str, **more: type) -> dict[str, Any]:
     """Return the options that "name=value,..." sets, each of the type that the kind declares.
 
     given: the words before the text in an error, such as "--drafter_options=".
+    more: further names that are known here, and their types.
     Example: "order=block_first,output_projector=false" for clover2 gives
     {"order": "block_first", "output_projector": False}.
     Raises UserError, with a list of the kind's options, for an unknown one or a bad value.
     """
-    return parse_values(given, text, plain_options(kind), f"a {kind} head has no option")
+    return parse_values(given, text, plain_options(kind) | more, f"a {kind} head has no option")
 
 
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:
