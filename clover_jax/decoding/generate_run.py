@@ -194,8 +194,7 @@ def _run(
         slots = min(options.batch_size, len(prompts))
         models = with_attention(models, spec.attention, slots)
         if options.searches_tree:
-            rules = sampling_for(settings, []), settings.warping
-            models = with_fastest_tree(models, prompts, slots, *rules, resumed=options.begun)
+            models = with_fastest_tree(models, prompts, slots, settings, resumed=options.begun)
         say(tree_notice(spec, models))
         say(template_notice(prompts, models.tokenizer))
         say(shape_notice(spec.base))

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import platform
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ from clover_jax.decoding.cache_reading import cache_reader
 from clover_jax.decoding.models import Models, cache_size, fitting_context, needs_no_file
 from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.tree_config import parse_tree, portable_name
 from clover_jax.errors import UserError, reason_of
 from clover_jax.models.attention import attend
@@ -38,16 +39,17 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import process_count
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.files import atomic_file, read_json_object
-from clover_jax.runtime.progress import passing_note, say
+from clover_jax.runtime.progress import passing_note, progress_bar, say
 from clover_jax.runtime.row_writer import manifest_path
 from clover_jax.runtime.turns import time_in_turns
 
 PLAIN = "plain"
-COLD = SamplingParams(temperature=0.0)
 FILE = "trees.json"  # next to draft.json
 TURNS = 5
-FEWEST_TOKENS, MOST_TOKENS = 16, 64  # that a row of a turn emits
-TURN_SECONDS = 3.0  # of plain decoding, about
+# How many tokens copies and heads get accepted changes from prompt to prompt and along an answer.
+FEWEST_TURNS = 2
+FEWEST_TOKENS, MOST_TOKENS = 16, 128  # that a row of a turn emits
+TURN_SECONDS = 8.0  # of plain decoding, about
 FAR_BEHIND = 0.67  # of the fastest so far: such a tree gets no further turns
 
 KERNELS = {"tpu": "pallas", "gpu": "cudnn"}  # platform -> the alternative to XLA's program
@@ -68,7 +70,7 @@ class Choice:
     """The result of a race.
 
     name: of the tree, for `parse_tree`; PLAIN where speculation does not pay.
-    rates: tokens a second of every candidate, the median of its turns.
+    rates: tokens a second of every candidate, over all its turns.
     path: the file that remembers the choice; None where it could not be written.
     """
 
@@ -93,8 +95,7 @@ def with_fastest_tree(
     models: Models,
     rows: Sequence[Prompt | BadPrompt],
     batch_size: int,
-    sampling: SamplingConfig,
-    warping: SamplingParams,
+    settings: GenerationSettings,
     resumed: Path | None = None,
 ) -> Models:
     """Return the models with the tree of `fastest_tree`, or without the draft; print the choice.
@@ -113,18 +114,17 @@ def with_fastest_tree(
             return models.with_tree(tree) if tree.num_nodes else models.plain()
 
     prompts: list[list[int]] = []
-    vocabulary = models.base.config.vocab_size
-    for row in rows:
+    wanted, vocabulary = TURNS * batch_size, models.base.config.vocab_size
+    stride = max(1, len(rows) // wanted)
+    # Evenly spread, since files of prompts are often sorted by task; then what lies between.
+    for row in itertools.chain(*(rows[first::stride] for first in range(stride))):
         # A bad row fails by itself when its turn comes.
         with contextlib.suppress(UserError):
-            if isinstance(row, Prompt) and len(prompts) < TURNS * batch_size:
+            if isinstance(row, Prompt) and len(prompts) < wanted:
                 prompts.append(encode_prompt(row, models.tokenizer, vocabulary))
     if not prompts:
         return models
-    # The rows that are timed have no form to match.
-    sampling = dataclasses.replace(sampling, masked=False)
-    with passing_note("timing trees"):
-        choice = fastest_tree(models, prompts, batch_size, sampling, warping)
+    choice = fastest_tree(models, prompts, batch_size, settings)
     say(str(choice))
     return choice.apply(models)
 
@@ -133,17 +133,19 @@ def fastest_tree(
     models: Models,
     prompts: Sequence[Sequence[int]],
     batch_size: int,
-    sampling: SamplingConfig = GREEDY,
-    warping: SamplingParams = COLD,
+    settings: GenerationSettings,
 ) -> Choice:
     """Return the tree that decodes these prompts fastest, measured now or remembered.
 
     models: a base with a draft; the draft's own tree is one of the candidates.
     prompts: token ids; TURNS * batch_size of them are used at most.
-    batch_size: rows decoded at once. sampling, warping: the rules of the run.
+    batch_size: rows decoded at once. settings: of the run; its answers are timed up to
+        MOST_TOKENS tokens.
     Raises UserError where no tree suits the head and the rules.
     """
-    key = _key(models, batch_size, sampling, warping)
+    # The rows that are timed have no form to match.
+    sampling = dataclasses.replace(sampling_for(settings, []), masked=False)
+    key = _key(models, batch_size, sampling, settings)
     places = _places(models)
     for path in places:
         for kept in _entries(path):
@@ -153,12 +155,14 @@ def fastest_tree(
     # Compiling is not part of the race, and neither is the first pass of each way.
     ways = candidates(models, sampling)
     with CompileClock() as compiling, exact_matmuls(str(models.dtype)):
-        passes = _passes(ways, prompts, batch_size, sampling, warping, compiling.now)
-        rates = race(passes, TURNS, compiling.now)
-    name = winner(rates)
-    medians = {name: round(statistics.median(own), 2) for name, own in rates.items()}
-    entry = {"key": key, "tree": name, "tokens_per_second": medians}
-    return Choice(name, medians, _remember(places, entry))
+        with passing_note("compiling trees"):
+            passes = _passes(ways, prompts, batch_size, sampling, settings, compiling.now)
+        with progress_bar(TURNS, "timing trees", "turn") as bar:
+            turns = race(passes, TURNS, compiling.now, bar.update)
+    name = winner(turns)
+    rates = {name: round(rate(own), 2) for name, own in turns.items()}
+    entry = {"key": key, "tree": name, "tokens_per_second": rates}
+    return Choice(name, rates, _remember(places, entry))
 
 
 def candidates(models: Models, sampling: SamplingConfig) -> dict[str, Models]:
@@ -195,73 +199,98 @@ def _passes(
     prompts: Sequence[Sequence[int]],
     batch_size: int,
     sampling: SamplingConfig,
-    warping: SamplingParams,
+    settings: GenerationSettings,
     clock: Callable[[], float],
 ) -> dict[str, Callable[[int], int]]:
     """Return a function for each way that decodes a turn's prompts and returns new tokens."""
     new_tokens = FEWEST_TOKENS  # raised below, once the speed is known
-    longest = max(1, ways[PLAIN].base.config.max_position_embeddings - MOST_TOKENS)
+    base = ways[PLAIN].base.config
+    longest = max(1, base.max_position_embeddings - MOST_TOKENS)
+    eos_ids = () if settings.ignore_eos else base.eos_token_ids
+    request = functools.partial(Request, eos_ids=eos_ids, params=settings.warping)
 
     def decode(models: Models, turn: int) -> int:
         # Each turn continues after the last prompt of the turn before; no slot stays empty.
         numbers = range(turn * batch_size, (turn + 1) * batch_size)
-        rows = [list(prompts[i % len(prompts)])[-longest:] for i in numbers]
-        requests = [Request(i, row, new_tokens, params=warping) for i, row in enumerate(rows)]
+        prompt_ids = [list(prompts[i % len(prompts)])[-longest:] for i in numbers]
+        requests = [request(i, ids, new_tokens) for i, ids in enumerate(prompt_ids)]
         engine = models.engine(batch_size, sampling)
         updates = engine.stream(models.base.params, models.draft_params, requests)
         return sum(len(update.new_ids) for update in updates)
 
     # A few tokens compile everything, and show how many a turn has time for.
     started = clock()
-    decode(ways[PLAIN], 0)
-    seconds = (clock() - started) / FEWEST_TOKENS
+    tokens = decode(ways[PLAIN], 0)
+    seconds = (clock() - started) / tokens
     for name in filter(PLAIN.__ne__, ways):
         decode(ways[name], 0)
-    new_tokens = min(max(int(TURN_SECONDS / seconds), FEWEST_TOKENS), MOST_TOKENS)
+    most = min(MOST_TOKENS, settings.max_new_tokens)
+    new_tokens = min(max(int(TURN_SECONDS / seconds), FEWEST_TOKENS), most)
     return {name: functools.partial(decode, models) for name, models in ways.items()}
 
 
+class Turn(NamedTuple):
+    """What a way decoded in one turn."""
+
+    tokens: int
+    seconds: float
+
+
+def rate(turns: Iterable[Turn]) -> float:
+    """Return tokens a second, over all these turns."""
+    tokens, seconds = zip(*turns, strict=True)
+    return sum(tokens) / sum(seconds)
+
+
 def race(
-    passes: Mapping[str, Callable[[int], int]], turns: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Return the tokens a second of each way, turn by turn.
+    passes: Mapping[str, Callable[[int], int]],
+    turns: int,
+    clock: Callable[[], float],
+    after_turn: Callable[[], None] = lambda: None,
+) -> dict[str, list[Turn]]:
+    """Return the turns of each way.
 
     passes: called with the number of the turn, they return the number of tokens decoded.
     The first of a turn rotates, so that a slow moment of the machine does not always hit the same
-    way. A way that is far behind leaves the race; plain decoding stays.
+    way. A way that is far behind after FEWEST_TURNS leaves the race; plain decoding stays.
     """
-    rates: dict[str, list[float]] = {name: [] for name in passes}
+    decoded: dict[str, list[Turn]] = {name: [] for name in passes}
     running = list(passes)
     for turn in range(turns):
         first = turn % len(running)
         for name in running[first:] + running[:first]:
             started = clock()
-            rates[name].append(passes[name](turn) / (clock() - started))
+            decoded[name].append(Turn(passes[name](turn), clock() - started))
+        after_turn()
 
-        medians = {name: statistics.median(rates[name]) for name in running}
-        bar = FAR_BEHIND * max(medians.values())
-        running = [name for name in running if name == PLAIN or medians[name] >= bar]
-    return rates
+        if turn + 1 >= FEWEST_TURNS:
+            rates = {name: rate(decoded[name]) for name in running}
+            bar = FAR_BEHIND * max(rates.values())
+            running = [name for name in running if name == PLAIN or rates[name] >= bar]
+    return decoded
 
 
-def winner(rates: Mapping[str, Sequence[float]]) -> str:
-    """Return the way with the largest median; PLAIN unless a tree beat it in all turns but one.
+def winner(decoded: Mapping[str, Sequence[Turn]]) -> str:
+    """Return the fastest way; PLAIN unless a tree is faster whichever turn is left out.
 
-    Example: {"plain": [10, 10, 10], "a": [14, 14, 9], "b": [20, 9, 9]} gives "a".
+    So neither one prompt nor one slow moment of the machine decides for a tree.
     """
-    plain = rates[PLAIN]
+    plain = decoded[PLAIN]
 
-    def pays(own: Sequence[float]) -> bool:
-        # Turns have different prompts, so ways are compared within each turn.
-        wins = sum(a > b for a, b in zip(own, plain, strict=False))
-        return wins >= len(plain) - 1 and statistics.median(own) > statistics.median(plain)
+    def pays(own: Sequence[Turn]) -> bool:
+        if len(own) < len(plain):  # left the race
+            return False
+        # Turns have different prompts, so the same one is left out of both.
+        pairs = list(zip(own, plain, strict=True))
+        few = (zip(*kept, strict=True) for kept in itertools.combinations(pairs, len(pairs) - 1))
+        return all(rate(tree) > rate(without) for tree, without in few)
 
-    paying = [name for name, own in rates.items() if pays(own)]
-    return max(paying, key=lambda name: statistics.median(rates[name]), default=PLAIN)
+    paying = [name for name, own in decoded.items() if pays(own)]
+    return max(paying, key=lambda name: rate(decoded[name]), default=PLAIN)
 
 
 def _key(
-    models: Models, batch_size: int, sampling: SamplingConfig, warping: SamplingParams
+    models: Models, batch_size: int, sampling: SamplingConfig, settings: GenerationSettings
 ) -> dict[str, Any]:
     """Return JSON values that differ where another tree may be the fastest."""
     device = jax.devices()[0]
@@ -278,7 +307,9 @@ def _key(
         "base": lm_head_hash(models.base)[:16],
         "draft": f"{models.head.config.kind} {checksum(models.draft_params or {})}",
         "batch_size": batch_size,
-        "temperature": "above 0" if warping.temperature > 0 else "0",
+        "temperature": "above 0" if settings.temperature > 0 else "0",
+        "new_tokens": min(settings.max_new_tokens, MOST_TOKENS),
+        "ignore_eos": settings.ignore_eos,
         "sampling": sampling.to_dict(),
     }
 

@@ -22,7 +22,7 @@ from clover_jax.decoding.models import Models, check_names, load
 from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.race import with_attention, with_fastest_tree
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.row_stream import source_size
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.spec import AUTO_TREE, NO_DRAFT
@@ -296,9 +296,8 @@ def load_methods(
                 prompts = read_prompts_and_mistakes(shipped)
             # Where rows of an earlier run are kept, their tree is used again.
             rows = None if options.overwrite else options.rows_path(choice.name)
-            rules = sampling_for(settings, []), settings.warping
             drafting = models
-            models = with_fastest_tree(models, prompts, options.batch_size, *rules, resumed=rows)
+            models = with_fastest_tree(models, prompts, options.batch_size, settings, resumed=rows)
             # A draft is there to be measured: the report shows by how much it does not pay.
             if models.draft is None:
                 say(f"{choice.name} is measured with {drafting.tree.name} nevertheless")

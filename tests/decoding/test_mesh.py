@@ -130,6 +130,7 @@ from clover_jax.decoding.models import Models
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.models.placement import param_shardings
 from clover_jax.decoding.race import fastest_tree
+from clover_jax.decoding.row_settings import GenerationSettings
 from pathlib import Path
 
 os.environ["XDG_CACHE_HOME"] = sys.argv[1]
@@ -139,7 +140,8 @@ placed = jax.device_put(placed, param_shardings(placed, mesh))
 draft = Draft(head, placed[1], None, {}, "random")
 model = BaseModel(base, placed[0], Path(), "random")
 models = Models(model, None, draft, parse_tree("chain:3"), mesh)
-choice = fastest_tree(models, random_prompts(4, vocab_size=base.vocab_size), 3)
+prompts, settings = random_prompts(4, vocab_size=base.vocab_size), GenerationSettings()
+choice = fastest_tree(models, prompts, 3, settings)
 print(json.dumps([list(choice.rates), min(choice.rates.values()) > 0]))
 """
 )

@@ -7,18 +7,20 @@ import numpy as np
 import pytest
 
 from clover_jax import evaluate, generate
-from clover_jax.data.prompts import BadPrompt
+from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding import race as module
 from clover_jax.decoding.models import load, load_shapes
 from clover_jax.decoding.race import (
     Choice,
+    Turn,
     candidates,
     fastest_tree,
     race,
     winner,
     with_fastest_tree,
 )
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from tests.conftest import rows_in, run_command
@@ -26,6 +28,12 @@ from tests.tiny_folders import save_tiny_draft
 
 PROMPTS = [[5, 6, 7, 8], [9, 10], [3] * 120]  # the last longer than the context has room for
 SAMPLED = SamplingConfig("lossless", "sampled")
+COLD = GenerationSettings()
+
+
+def turns_at(rates, tokens=12):
+    """Return turns of as many tokens at each of these rates."""
+    return [Turn(tokens, tokens / each) for each in rates]
 
 
 class Clock:
@@ -48,37 +56,49 @@ class Clock:
         return run
 
 
-def test_the_first_of_a_turn_rotates_and_every_turn_has_its_rate():
-    clock = Clock()
+def test_the_first_of_a_turn_rotates_and_every_turn_is_timed():
+    clock, ends = Clock(), []
     passes = {"plain": clock.decoding("p", 2, 3, 4), "a": clock.decoding("a", 2, 4, 3)}
-    assert race(passes, 3, clock) == {"plain": [2, 3, 4], "a": [2, 4, 3]}
+    decoded = race(passes, 3, clock, lambda: ends.append(len(clock.order)))
+    assert decoded == {"plain": turns_at([2, 3, 4]), "a": turns_at([2, 4, 3])}
     assert " ".join(clock.order) == "p0 a0 a1 p1 p2 a2"
+    assert ends == [2, 4, 6]
 
 
 def test_what_is_far_behind_leaves_the_race_but_for_plain_decoding():
     clock = Clock()
-    rates = {"plain": (1, 1, 1), "slow": (2, 9, 9), "fast": (6, 6, 6), "close": (6, 1.5, 6)}
+    rates = {"plain": (1, 1, 1, 1), "slow": (2, 2, 9, 9), "fast": (6, 6, 6, 6)}
+    # One bad turn says little: another prompt may be this tree's.
+    rates |= {"late": (2, 12, 12, 12), "early": (12, 6, 1.5, 6)}
     passes = {name: clock.decoding(name[0], *each) for name, each in rates.items()}
-    turns = {name: len(own) for name, own in race(passes, 3, clock).items()}
-    assert turns == {"plain": 3, "slow": 1, "fast": 3, "close": 2}
+    turns = {name: len(own) for name, own in race(passes, 4, clock).items()}
+    assert turns == {"plain": 4, "slow": 2, "fast": 4, "late": 2, "early": 3}
 
 
 @pytest.mark.parametrize(
     ("rates", "name"),
     [
-        ({"plain": [10, 10, 10], "a": [14, 14, 9], "b": [20, 9, 9]}, "a"),  # as documented
+        ({"plain": [10, 10, 10], "a": [14, 14, 9], "b": [14, 9, 9]}, "a"),
         ({"plain": [10, 10, 10], "a": [11, 11, 11], "b": [12, 12, 12]}, "b"),
         ({"plain": [10, 10, 10], "a": [9, 9, 9]}, "plain"),
         ({"plain": [10, 1, 10], "a": [9, 9, 9]}, "plain"),
         # A slow moment that hits both in one turn changes nothing.
         ({"plain": [10, 2, 10], "a": [15, 3, 15]}, "a"),
-        # Left early, so it did not win in enough turns.
-        ({"plain": [10, 10, 10], "a": [30]}, "plain"),
-        ({"plain": [10]}, "plain"),
+        # What counts is the time of all turns, not how many were won.
+        ({"plain": [10, 10, 10, 10, 10], "a": [9, 9, 20, 20, 20]}, "a"),
+        ({"plain": [10, 10, 10, 10, 10], "a": [11, 11, 11, 11, 5]}, "plain"),
+        # Left early, so its other turns are not known.
+        ({"plain": [10, 10, 10], "a": [30, 30]}, "plain"),
+        ({"plain": [10, 10]}, "plain"),
     ],
 )
-def test_a_tree_wins_only_where_it_beats_plain_decoding_in_all_turns_but_one(rates, name):
-    assert winner(rates) == name
+def test_a_tree_wins_only_where_it_is_faster_whichever_turn_is_left_out(rates, name):
+    assert winner({way: turns_at(own) for way, own in rates.items()}) == name
+
+
+def test_a_turn_of_more_tokens_counts_more():
+    plain = [*turns_at([10, 10]), *turns_at([10, 10], tokens=1200)]
+    assert winner({"plain": plain, "a": [*turns_at([5, 5]), *turns_at([11, 11], 1200)]}) == "a"
 
 
 def small(name):
@@ -136,9 +156,10 @@ def rates(monkeypatch):
     raced = []
 
     def use(gain):
-        def result(passes, turns, clock):
+        def result(passes, turns, *_):
             raced.append(list(passes))
-            return {name: [10.0 if name == "plain" else 10 * gain] * turns for name in passes}
+            gains = {name: 1.0 if name == "plain" else gain for name in passes}
+            return {name: turns_at([10 * each] * turns) for name, each in gains.items()}
 
         monkeypatch.setattr(module, "_passes", lambda ways, *_: ways)
         monkeypatch.setattr(module, "race", result)
@@ -153,22 +174,25 @@ def open_models(base, draft, **fields):
 
 def test_a_choice_is_remembered_next_to_the_head_for_runs_that_are_alike(base, draft, rates):
     raced, models = rates(1.5), open_models(base, draft)
-    choice = fastest_tree(models, PROMPTS, 2)
+    choice = fastest_tree(models, PROMPTS, 2, COLD)
     assert (choice.name, choice.path) == ("chain:2", draft / "trees.json")
     assert choice.rates["plain"] == 10
-    assert fastest_tree(models, PROMPTS[:1], 2) == choice
+    assert fastest_tree(models, PROMPTS[:1], 2, COLD) == choice
     assert len(raced) == 1
 
-    # Another batch size, temperature, set of rules or program may have another fastest tree.
-    drawn = SamplingConfig("lossless")
-    fastest_tree(models, PROMPTS, 3)
-    fastest_tree(models, PROMPTS, 2, drawn, SamplingParams(0.7))
-    fastest_tree(models, PROMPTS, 2, SAMPLED, SamplingParams(0.7))
-    fastest_tree(dataclasses.replace(models, attention="pallas"), PROMPTS, 2)
-    assert len(raced) == 5
-    fastest_tree(models, PROMPTS, 2, drawn, SamplingParams(1.0))
-    assert fastest_tree(models, PROMPTS, 2) == choice
-    assert len(raced) == 5
+    # What another batch size, length, temperature, rule or program decodes fastest may differ.
+    warm = GenerationSettings(temperature=0.7, draft_sampling="topk")
+    fastest_tree(models, PROMPTS, 3, COLD)
+    fastest_tree(models, PROMPTS, 2, dataclasses.replace(COLD, max_new_tokens=8))
+    fastest_tree(models, PROMPTS, 2, dataclasses.replace(COLD, ignore_eos=True))
+    fastest_tree(models, PROMPTS, 2, warm)
+    fastest_tree(models, PROMPTS, 2, dataclasses.replace(warm, draft_sampling="sampled"))
+    fastest_tree(dataclasses.replace(models, attention="pallas"), PROMPTS, 2, COLD)
+    assert len(raced) == 7
+    fastest_tree(models, PROMPTS, 2, dataclasses.replace(warm, temperature=1.0))
+    fastest_tree(models, PROMPTS, 2, dataclasses.replace(COLD, max_new_tokens=1000))
+    assert fastest_tree(models, PROMPTS, 2, COLD) == choice
+    assert len(raced) == 7
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"choices": 3}', '{"choices": [3, {"key": 1}]}'])
@@ -176,7 +200,7 @@ def test_a_file_that_cannot_be_read_is_measured_again(base, draft, rates, text, 
     raced = rates(1.5)
     (draft / "trees.json").write_text(text)
     models = open_models(base, draft)
-    assert fastest_tree(models, PROMPTS, 1) == fastest_tree(models, PROMPTS, 1)
+    assert fastest_tree(models, PROMPTS, 1, COLD) == fastest_tree(models, PROMPTS, 1, COLD)
     assert len(raced) == 1
     assert (
         capsys.readouterr().err.count(f"{draft}/trees.json is not read and will be written ag") == 1
@@ -190,24 +214,40 @@ def test_what_cannot_be_written_next_to_a_head_is_kept_in_the_cache_folder(
     (draft / "trees.json").mkdir()  # no file can take its place
     for name in (draft, "lookup"):
         models = open_models(base, name)
-        choice = fastest_tree(models, PROMPTS, 1)
+        choice = fastest_tree(models, PROMPTS, 1, COLD)
         assert choice.path == kept
-        assert fastest_tree(models, PROMPTS, 1) == choice
+        assert fastest_tree(models, PROMPTS, 1, COLD) == choice
     assert len(raced) == 2
     kept.unlink()
     kept.mkdir()
-    assert fastest_tree(models, PROMPTS, 1).path is None
+    assert fastest_tree(models, PROMPTS, 1, COLD).path is None
 
 
 def test_where_no_tree_pays_the_draft_is_left_out_and_without_prompts_keeps_its_tree(
     base, draft, rates
 ):
     rates(0.9)
-    choice = fastest_tree(open_models(base, draft), PROMPTS, 1)
+    choice = fastest_tree(open_models(base, draft), PROMPTS, 1, COLD)
     assert choice.name == "plain"
     assert choice.apply(open_models(base, draft)).draft is None
     models, bad = open_models(base, draft), [BadPrompt(0, "a:1", "bad")]
-    assert with_fastest_tree(models, bad, 1, GREEDY, SamplingParams()) is models
+    assert with_fastest_tree(models, bad, 1, COLD) is models
+
+
+def test_the_prompts_of_a_race_are_spread_evenly(base, draft, monkeypatch):
+    raced = []
+    monkeypatch.setattr(
+        module,
+        "fastest_tree",
+        lambda *args: raced.append(args[1]) or Choice("plain", {"plain": 1.0}, None),
+    )
+    # A file sorted by task; one row of it is bad.
+    rows = [
+        BadPrompt(i, f"a:{i}", "bad") if i == 4 else Prompt(i, f"a:{i}", prompt_ids=(i,))
+        for i in range(20)
+    ]
+    with_fastest_tree(open_models(base, draft), rows, 1, COLD)
+    assert raced == [[[0], [8], [12], [16], [1]]]
 
 
 @pytest.fixture
@@ -244,7 +284,7 @@ def test_a_race_decodes_in_every_way_and_changes_no_text(decode, draft, monkeypa
 def test_a_prompt_without_room_for_new_tokens_is_shortened(base, draft, monkeypatch):
     monkeypatch.setattr(module, "candidates", lambda models, _: {"plain": models.plain()})
     monkeypatch.setattr(module, "TURN_SECONDS", 1e9)  # as many tokens as a turn may have
-    assert fastest_tree(open_models(base, draft), PROMPTS[2:], 1).rates["plain"] > 0
+    assert fastest_tree(open_models(base, draft), PROMPTS[2:], 1, COLD).rates["plain"] > 0
 
 
 @pytest.mark.parametrize("gains", [(1.5, 0.5), (0.5, 1.5)])
