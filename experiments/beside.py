@@ -2,7 +2,7 @@
 
     python experiments/beside.py --base=DIR --transformers [--drafts=WORKDIR@chain:4]
         [--vllm=vllm/bin/python --exported=DIR] [--prompts=FILE] [--threads=1] [--batch_size=1]
-        [--rows=8] [--max_new_tokens=64] [--rounds=3]
+        [--rows=8] [--max_new_tokens=64] [--rounds=3] [--dtype=bfloat16]
 
 A process is started for each engine: this project without a draft and with each of `--drafts`
 (DRAFT@TREE, split at ";"), transformers' `generate` without and with its prompt lookup (batch 1),
@@ -77,7 +77,7 @@ def decode_here(asked):
     """Return a function that decodes the prompts with this project."""
     from clover_jax import api
 
-    models = api.load_base(asked["model"], dtype="float32")
+    models = api.load_base(asked["model"], dtype=asked["dtype"])
     if asked["draft"]:
         models = api.load_draft(
             models, asked["draft"], tree=asked["tree"], allow_base_mismatch=True
@@ -103,7 +103,8 @@ def decode_transformers(asked):
     import torch
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(asked["model"], dtype=torch.float32)
+    dtype = getattr(torch, asked["dtype"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(asked["model"], dtype=dtype)
     count = asked["sampling"]["max_tokens"]
 
     def decode():
@@ -145,6 +146,7 @@ def parse_arguments():
     for name, default in (("threads", 1), ("batch_size", 1), ("rows", 8), ("rounds", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="float32", help="of this project's and transformers'")
     return parser.parse_args()
 
 
@@ -157,6 +159,7 @@ def start(given, folder):
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.base)
     asked = {
         "model": given.base,
+        "dtype": given.dtype,
         "prompts": [tokenizer(json.loads(row)["prompt"])["input_ids"] for row in rows],
         "batch_size": given.batch_size,
         "sampling": {"temperature": 0.0, "max_tokens": given.max_new_tokens, "ignore_eos": True},
