@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 from clover_jax.array_types import Array
 from clover_jax.checkpoints import mtp
 from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.card import CARD, read_card
 from clover_jax.checkpoints.stored_head import open_head
+from clover_jax.config import LossSpec
 from clover_jax.data.chat_templates import frozen_clock
 from clover_jax.data.pipeline import make_pipeline
 from clover_jax.data.prepared import TRAIN, is_prepared
@@ -291,6 +293,7 @@ def run_training(
             # What the run depends on is known only now: the hashes of what was loaded.
             if is_primary():
                 check_resumable(workdir, settings, inputs.identity, _has_steps(workdir))
+                _check_loss(workdir / DRAFT, inputs.head.config.loss)
             if finished is None:
                 return _train(settings, inputs, workdir, agreed(stop))
             # All its steps are done; what differs may change, such as how it is measured.
@@ -304,6 +307,19 @@ def _has_steps(workdir: Path) -> bool:
     metrics = workdir / METRICS
     has_rows = metrics.exists() and metrics.stat().st_size > 0
     return has_rows or (workdir / DRAFT).exists() or any((workdir / CHECKPOINTS).glob("[0-9]*"))
+
+
+def _check_loss(draft: Path, loss: LossSpec) -> None:
+    """Raise UserError where the run's head learned with another loss; a method's own may change."""
+    if not (draft / CARD).is_file():
+        return
+    before = vars(read_card(draft).config.loss)
+    differs = {name: value for name, value in before.items() if value != getattr(loss, name)}
+    if differs:
+        asked = ",".join(f"{name}={value}" for name, value in differs.items())
+        raise UserError(
+            f"{draft} learned with another loss: pass --loss={asked}, or another --workdir"
+        )
 
 
 def _delete_run(workdir: Path) -> None:

@@ -96,6 +96,7 @@ class TrainSettings(ChatSettings, CommonSettings):
         None,
         "weights and options of the loss as name=value,..., such as regression=0,soft_ce=0.5 or "
         "dpace=0.5; give an unknown name to list them [the method's]",
+        may_change=True,  # as written: `run_training` compares what it says
     )
     loss_chunk: int = _memory(512, "positions whose logits are in memory at a time", least=1)
     log_every: int = _measuring(10, "steps between rows of metrics.jsonl", least=1)

@@ -76,17 +76,17 @@ def make_loss(text: str | None, default: LossSpec) -> LossSpec:
     """Return the method's loss, changed by --loss."""
     known = typing.get_type_hints(LossSpec)
     options = parse_values("--loss=", text or "", known, "the loss has no part")
-    # D-PACE computes the weights of positions itself.
-    dpace = options.get("dpace", default.dpace)
-    if "decay" in options and dpace:
-        raise UserError(
-            f"--loss={text}: decay ({options['decay']}) has no effect with dpace ({dpace}); add "
-            "dpace=0"
-        )
     try:
-        return dataclasses.replace(default, **options)
+        loss = dataclasses.replace(default, **options)
     except ValueError as error:
         raise UserError(f"--loss={text}: {error}") from error
+    # D-PACE computes the weights of positions itself.
+    if "decay" in options and loss.dpace:
+        raise UserError(
+            f"--loss={text}: decay ({loss.decay}) has no effect with dpace ({loss.dpace}); add "
+            "dpace=0"
+        )
+    return loss
 
 
 def reduce_vocabulary(

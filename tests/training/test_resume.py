@@ -214,6 +214,19 @@ def test_a_resume_from_before_the_draft_leaves_the_draft_of_its_step(data, tmp_p
     assert read_card(tmp_path / "draft").provenance["steps"] == report["steps"] == 3
 
 
+def test_a_head_goes_on_with_the_loss_it_began_with(data, tmp_path):
+    """Also where that is no longer its method's own, which a run without --loss would have."""
+    first = settings(data, steps=2, loss="regression=3,dpace=0")
+    run_training(first, tmp_path, threading.Event())
+    longer = dataclasses.replace(first, steps=3, loss=None)
+    with pytest.raises(
+        UserError, match="learned with another loss: pass --loss=regression=3.0,dpace=0.0, or"
+    ):
+        run_training(longer, tmp_path, threading.Event())
+    asked = dataclasses.replace(longer, loss="regression=3.0,dpace=0.0")
+    assert run_training(asked, tmp_path, threading.Event())["steps"] == 3
+
+
 @pytest.mark.parametrize("name", ["chat_template", "tokenizer"])
 def test_what_turns_records_into_samples_must_be_what_it_was(data, tmp_path, name):
     chosen = settings(data)
