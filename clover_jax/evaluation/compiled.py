@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core
+from jax.interpreters import partial_eval
 from jax.stages import Compiled, Lowered
 
 from clover_jax.array_types import Params, PyTree
@@ -89,6 +90,9 @@ def _visit(jaxpr: core.Jaxpr, sizes: list[int], trips: int, platform: str) -> tu
     sizes: bytes at rest of an entry of each argument; 0 if it is not (a part of) a weight. At
         rest, because widening a weight for a product does not make it larger in memory.
     """
+    # Compilers drop what no result needs, such as the gradient of a frozen matrix.
+    needed = [True] * len(jaxpr.outvars)
+    jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, needed, instantiate=True)
     at_rest: dict[Any, int] = dict(zip(jaxpr.invars, sizes, strict=True))
 
     def size_of(operand: Any) -> int:

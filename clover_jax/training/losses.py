@@ -28,7 +28,9 @@ a part of it, with gradient accumulation), which an extra pass over all logits c
 w_i is decay^i, or with `dpace` the effect of the position on the accepted length (D-PACE):
 w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that count, q_j the head's
 probability of x_{t+2+j} (0 outside of a reduced vocabulary), a = `dpace`, no gradient through w. w
-needs all positions of t, so logits are computed twice: once for w, once for the loss.
+needs all positions of t. It scales each pair's gradient by `hidden` after the loop over chunks; for
+a head that learns output matrices of its own or rescores, logits are computed twice instead, once
+for w and once for the loss.
 
 A head with a reduced vocabulary is compared with p restricted to it and renormalized. A pair whose
 true token lies outside (EAGLE-3: whose most probable token of the base does, `proposable`) has
@@ -108,11 +110,14 @@ class _Carry(NamedTuple):
     A sum over the groups within the loop would make every chunk wait for all devices of a mesh and
     send them whole matrices.
 
-    d_hidden: [P, r, slots, D] gradient by compact slot, the target's number among those in use.
+    pairs: [P, r, slots, 2] loss and D-PACE's factor of each pair, by compact slot, which is the
+        target's number among those in use.
+    d_hidden: [P, r, slots, D] gradient by compact slot.
     d_owned:  gradient of the head's own output matrices, [r, ...] each.
     """
 
     sums: _Sums
+    pairs: Array
     d_hidden: Array
     d_owned: Params
 
@@ -211,11 +216,16 @@ def _value_and_gradient(
 ) -> tuple[tuple[Array, _Sums], tuple[Params, Array]]:
     """Return value and gradient of `_chunked_loss`, both taken within each chunk."""
     head, num_positions, width = operands.head, hidden.shape[0], hidden.shape[-1]
-    groups = operands.states.shape[0]
-    # What needs all positions or all pairs together is computed in a pass of its own before.
-    if head.config.loss.dpace:
-        operands = operands.replace(weight=_dpace(owned, hidden, operands))
-    if head.config.loss.candidate_ce and head.module.rescores:
+    groups, spec = operands.states.shape[0], head.config.loss
+    by_candidates = spec.candidate_ce > 0 and head.module.rescores
+    # D-PACE's weights scale the gradient of each pair. Where pairs are summed up within the loop,
+    # what needs all positions or all pairs together is computed in a pass of its own before.
+    weighs_after = spec.dpace > 0 and not owned and not by_candidates
+    if weighs_after:
+        operands = operands.replace(weight=jnp.ones_like(operands.weight))
+    elif spec.dpace:
+        operands = operands.replace(weight=_dpace_before(owned, hidden, operands))
+    if by_candidates:
         # An anchored pair always has a true token.
         by_text = operands.anchors is None
         labeled = operands.mask & operands.has_next if by_text else operands.mask
@@ -231,25 +241,29 @@ def _value_and_gradient(
 
     def body(number: Array, carry: _Carry) -> _Carry:
         # Position by position: sums and d_hidden are stacked, d_owned is added up.
-        parts, gradients, d_owned = [], [], carry.d_owned
+        parts, pairs, gradients, d_owned = [], [], [], carry.d_owned
         by_position = _by_position(differentiate, owned, hidden, operands, number)
-        for (d_mine, d_hidden), sums in by_position:
+        for (d_mine, d_hidden), (sums, of_pairs) in by_position:
             parts.append(sums)
+            pairs.append(of_pairs)
             gradients.append(d_hidden)
             d_owned = jax.tree.map(lambda s, d: s + d.astype(s.dtype), d_owned, d_mine)
 
-        sums = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+        sums, start = jax.tree.map(lambda *x: jnp.stack(x), *parts), number * operands.chunk
         return _Carry(
             sums=jax.tree.map(jnp.add, carry.sums, sums),
-            d_hidden=_with_chunk(carry.d_hidden, gradients, number * operands.chunk),
+            pairs=_with_chunk(carry.pairs, pairs, start),
+            d_hidden=_with_chunk(carry.d_hidden, gradients, start),
             d_owned=d_owned,
         )
 
     # Slots of chunks that never run stay 0, and no pair that counts has one of them.
     zeros = jnp.zeros((num_positions, groups))
+    slots = (num_positions, groups, operands.num_slots)
     start = _Carry(
         sums=_Sums(zeros, Terms.alike(zeros), zeros),
-        d_hidden=jnp.zeros((num_positions, groups, operands.num_slots, width), hidden.dtype),
+        pairs=jnp.zeros((*slots, 2)),
+        d_hidden=jnp.zeros((*slots, width), hidden.dtype),
         # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
         d_owned=jax.tree.map(lambda w: jnp.zeros((groups, *w.shape), jnp.float32), owned),
     )
@@ -258,26 +272,35 @@ def _value_and_gradient(
     # Only now do groups, and so devices, meet.
     sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), end.sums)
     d_owned = jax.tree.map(lambda d, w: d.sum(axis=0).astype(w.dtype), end.d_owned, owned)
-    return (sums.loss.sum(), sums), (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
+    d_hidden = to_sources(end.d_hidden, operands, hidden.shape)
+    loss = sums.loss.sum()
+    if weighs_after:
+        pairs = to_sources(end.pairs, operands, (*hidden.shape[:-1], 2))
+        weight = _dpace_weights(pairs[..., 1])
+        loss = (weight * pairs[..., 0]).sum()
+        d_hidden = (weight[..., None] * d_hidden).astype(hidden.dtype)
+    return (loss, sums), (d_owned, d_hidden)
 
 
-def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P r n"]:
-    """Return D-PACE's w_i of every pair, by target index or by anchor."""
-    num_positions, rows, length, _ = hidden.shape
-    least = operands.head.config.loss.dpace
-    labels = _of_pairs(_label_probability, owned, hidden, operands)
-
-    # By source all positions of a t lie in one column; 0 is left where a pair does not count.
-    factors = ((1 - least) * labels + least)[..., None]
-    factor = to_sources(factors, operands, (num_positions, rows, length, 1))[..., 0]
-    is_counted = factor > 0
-    # A pair that does not count is left out of the products and of the sum.
-    reached = jnp.where(is_counted, jnp.cumprod(jnp.where(is_counted, factor, 1), axis=0), 0)
-    # The sum over m >= i; then back from the source's column to the target's.
-    weights = jax.lax.cumsum(reached, axis=0, reverse=True)
+def _dpace_before(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P r n"]:
+    """Return D-PACE's w_i of every pair, by target index or by anchor, in an extra pass."""
+    factors = _of_pairs(_dpace_factor, owned, hidden, operands)[..., None]
+    weights = _dpace_weights(to_sources(factors, operands, (*hidden.shape[:-1], 1))[..., 0])
+    # Back from the source's column to the target's.
     if operands.anchors is None:
         weights = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(weights)])
     return weights.reshape(operands.mask.shape)
+
+
+def _dpace_weights(factor: Float[Array, "P B S"]) -> Float[Array, "P B S"]:
+    """Return w_i by source, where all positions of a t lie in one column.
+
+    factor: (1 - a) q_i + a, or 0 where a pair does not count.
+    """
+    is_counted = factor > 0
+    # A pair that does not count is left out of the products and of the sum over m >= i.
+    reached = jnp.where(is_counted, jnp.cumprod(jnp.where(is_counted, factor, 1), axis=0), 0)
+    return jax.lax.cumsum(reached, axis=0, reverse=True)
 
 
 def _of_pairs(
@@ -308,13 +331,20 @@ def _with_chunk(by_slot: Array, chunk: list[Array], start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(by_slot, jnp.stack(chunk), start, axis=2)
 
 
-def _label_probability(
+def _dpace_factor(
     position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> Float[Array, " c"]:
-    """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
+    """Return (1 - a) q_i + a of a group's chunk."""
     # The compiler drops all other terms.
     terms, _ = _pair_terms(position, operands, owned, u, chunk)
-    return jnp.where(_is_labeled(chunk), jnp.exp(-terms.hard_ce), 0.0)
+    return _factor_of(terms, operands, chunk)
+
+
+def _factor_of(terms: Terms, operands: Operands, chunk: Chunk) -> Float[Array, " c"]:
+    # q is 0 where the text has no next token, or the head not its id.
+    q = jnp.where(_is_labeled(chunk), jnp.exp(-terms.hard_ce), 0.0)
+    least = operands.head.config.loss.dpace
+    return (1 - least) * q + least
 
 
 def _candidate_weight(
@@ -340,21 +370,23 @@ _chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
 
 def _position_loss(
     position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
-) -> tuple[Array, _Sums]:
-    """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
+) -> tuple[Array, tuple[_Sums, Float[Array, "c 2"]]]:
+    """Return a position's weighted loss over a group's chunk, its sums, and `_Carry.pairs`."""
     terms, hits = _pair_terms(position, operands, owned, u, chunk)
     weights = [getattr(operands.head.config.loss, name) for name in Terms._fields]
 
     # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
     parts = [
-        weight / divisor[position] * (chunk.weight * term).sum()
+        weight / divisor[position] * chunk.weight * term
         for weight, divisor, term in zip(weights, operands.divisors, terms, strict=True)
         if weight  # a term of weight 0 costs no gradient
     ]
-    loss = sum(parts, jnp.zeros(()))
+    losses = sum(parts, jnp.zeros_like(chunk.weight))
+    loss = losses.sum()
     sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
-    # The sums are reported, not trained on.
-    return loss, jax.lax.stop_gradient(sums)
+    # These are reported or weigh, and are not trained on.
+    of_pairs = jnp.stack([losses, _factor_of(terms, operands, chunk)], axis=-1)
+    return loss, jax.lax.stop_gradient((sums, of_pairs))
 
 
 def _pair_terms(

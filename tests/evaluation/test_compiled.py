@@ -69,6 +69,18 @@ def test_loops_over_data_count_as_often_as_the_caller_says_and_branches_once():
     assert count_work(function, *given, loop_trips=3) == Work(0, 0, (3 + 1) * 2 * 4**3)
 
 
+def test_products_that_no_result_needs_do_not_count():
+    def function(weights, x, count):
+        def body(_, x):
+            product = jax.jit(lambda x: (x @ x, x @ weights))(x)  # the second is never read
+            return product[0]
+
+        return jax.lax.fori_loop(0, count, body, x)
+
+    given = jnp.zeros((4, 4)), jnp.zeros((4, 4)), jax.ShapeDtypeStruct((), jnp.int32)
+    assert count_work(function, *given) == Work(0, 0, 2 * 4**3)
+
+
 def test_of_the_ways_for_platforms_that_of_the_platform_counts():
     def function(weights, x):
         ways = {"tpu": lambda x: x @ weights, "default": lambda x: x @ weights @ weights}
@@ -262,6 +274,11 @@ def test_an_8b_base_fits_sixteen_v5e_chips(on_v5e):
         dataclasses.replace(on_v5e, device_memory=1e9).check_memory()
     # Two operations for each param of the teacher's layers and each token, at least.
     assert on_v5e.flops_per_step > 2 * 6.9e9 * 16 * 2048
+    # The head's logits are computed once for D-PACE's weights and the loss (five positions), and
+    # their gradient once; the teacher's once.
+    decayed = dataclasses.replace(EIGHT, loss="dpace=0")
+    by_decay = dry_run(decayed, "fsdp=16", parse_target("tpu-v5e:4x4"))
+    assert on_v5e.flops_per_step == by_decay.flops_per_step
     assert on_v5e.tokens_per_step == 32_768
 
 
