@@ -249,11 +249,11 @@ def _value_and_gradient(
             gradients.append(d_hidden)
             d_owned = jax.tree.map(lambda s, d: s + d.astype(s.dtype), d_owned, d_mine)
 
-        sums, start = jax.tree.map(lambda *x: jnp.stack(x), *parts), number * operands.chunk
+        sums, first = jax.tree.map(lambda *x: jnp.stack(x), *parts), number * operands.chunk
         return _Carry(
             sums=jax.tree.map(jnp.add, carry.sums, sums),
-            pairs=_with_chunk(carry.pairs, pairs, start),
-            d_hidden=_with_chunk(carry.d_hidden, gradients, start),
+            pairs=_with_chunk(carry.pairs, pairs, first),
+            d_hidden=_with_chunk(carry.d_hidden, gradients, first),
             d_owned=d_owned,
         )
 
