@@ -14,7 +14,7 @@ from clover_jax.checkpoints.clover2 import COPIES
 from clover_jax.checkpoints.layouts import recognize
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.stored_head import load_draft
-from clover_jax.config import RopeConfig
+from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from tests.foreign_heads import read_layout, write_layout
@@ -86,12 +86,18 @@ LLAMA3 = {"rope": RopeConfig(5e5, "llama3", 8.0)}
 DEEP = LLAMA3 | {"num_layers": 8, "qkv_bias": True}
 TIED = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 LINEAR = {"rope": RopeConfig(1e4, "linear", 2.0)}
+# The layout of Clover-2 holds the weights of the release's loss; the others hold no loss.
+RELEASE = {"loss": LossSpec(regression=5.0, soft_ce=0.5, decay=0.7)}
 # Changes of the base, options of the head, changes of its config; the first word is its kind.
 HEADS = {
-    "clover2 of 1": ({}, {"num_positions": 1, "num_augmenting_layers": 1}, {}),
-    "clover2 of 3": ({"num_kv_heads": 4}, {"num_positions": 3, "num_augmenting_layers": 3}, {}),
-    "clover2 with biases": (BIASES, {}, {}),
-    "clover2 tied": (TIED, {}, {}),
+    "clover2 of 1": ({}, {"num_positions": 1, "num_augmenting_layers": 1}, RELEASE),
+    "clover2 of 3": (
+        {"num_kv_heads": 4},
+        {"num_positions": 3, "num_augmenting_layers": 3},
+        RELEASE,
+    ),
+    "clover2 with biases": (BIASES, {}, RELEASE),
+    "clover2 tied": (TIED, {}, RELEASE),
     "eagle tied": (TIED, {}, {}),
     "eagle with biases": (BIASES | {"rope": RopeConfig(theta=5e5)}, {}, {"fc_bias": False}),
     "eagle llama3": (LLAMA3 | {"num_kv_heads": 4}, {}, {"fc_bias": True}),
