@@ -3,8 +3,8 @@
     python experiments/stream_picture.py ROWS.jsonl BASE OUTPUT.svg [INDEX]
 
 ROWS.jsonl is what `generate --output` wrote, BASE a folder with tokenizer files, INDEX the row [0].
-README.md shows line 15 of the shipped prompts, 120 tokens at temperature 0.5, seed 0, with the head of
-launch/quickstart.
+README.md shows line 15 of the shipped prompts: 120 tokens at temperature 0.5, seed 0, with the head
+of launch/quickstart.
 """
 
 import json
