@@ -284,7 +284,15 @@ def _value_and_gradient(
 
 def _dpace_before(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P r n"]:
     """Return D-PACE's w_i of every pair, by target index or by anchor, in an extra pass."""
-    factors = _of_pairs(_dpace_factor, owned, hidden, operands)[..., None]
+
+    def factor(
+        position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+    ) -> Float[Array, " c"]:
+        # The compiler drops all other terms.
+        terms, _ = _pair_terms(position, operands, owned, u, chunk)
+        return _dpace_factor(terms, operands, chunk)
+
+    factors = _of_pairs(factor, owned, hidden, operands)[..., None]
     weights = _dpace_weights(to_sources(factors, operands, (*hidden.shape[:-1], 1))[..., 0])
     # Back from the source's column to the target's.
     if operands.anchors is None:
@@ -331,16 +339,8 @@ def _with_chunk(by_slot: Array, chunk: list[Array], start: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(by_slot, jnp.stack(chunk), start, axis=2)
 
 
-def _dpace_factor(
-    position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
-) -> Float[Array, " c"]:
+def _dpace_factor(terms: Terms, operands: Operands, chunk: Chunk) -> Float[Array, " c"]:
     """Return (1 - a) q_i + a of a group's chunk."""
-    # The compiler drops all other terms.
-    terms, _ = _pair_terms(position, operands, owned, u, chunk)
-    return _factor_of(terms, operands, chunk)
-
-
-def _factor_of(terms: Terms, operands: Operands, chunk: Chunk) -> Float[Array, " c"]:
     # q is 0 where the text has no next token, or the head not its id.
     q = jnp.where(_is_labeled(chunk), jnp.exp(-terms.hard_ce), 0.0)
     least = operands.head.config.loss.dpace
@@ -385,7 +385,7 @@ def _position_loss(
     loss = losses.sum()
     sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
     # These are reported or weigh, and are not trained on.
-    of_pairs = jnp.stack([losses, _factor_of(terms, operands, chunk)], axis=-1)
+    of_pairs = jnp.stack([losses, _dpace_factor(terms, operands, chunk)], axis=-1)
     return loss, jax.lax.stop_gradient((sums, of_pairs))
 
 
