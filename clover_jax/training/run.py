@@ -315,6 +315,8 @@ def _check_loss(draft: Path, loss: LossSpec) -> None:
         return
     before = vars(read_card(draft).config.loss)
     differs = {name: value for name, value in before.items() if value != getattr(loss, name)}
+    if before["dpace"] and loss.dpace:
+        differs.pop("decay", None)  # D-PACE's weights stand in its place
     if differs:
         asked = ",".join(f"{name}={value}" for name, value in differs.items())
         raise UserError(
