@@ -103,8 +103,8 @@ def test_every_mesh_trains_as_one_device_does(run_python, meshes):
             assert (128, 32) not in gathered[name], f"{name}: the whole lm_head is gathered"
 
 
-# With noise in its params: where Clover and Clover-LR begin, all behind `state_size` is a norm, the
-# gradient of that scalar is zero, and one device's rounding of it would be compared with another's.
+# With noise in its params: where Clover and Clover-LR begin, all behind `state_size` is a norm, and
+# only the norm's eps gives that scalar a gradient, which one device rounds otherwise than eight.
 EVERY_DRAFTER = (
     STEPS.replace(HEAD, "random_head(base, NAME)[0]")
     .replace("import TINY, random_base", "import TINY, lively_params, random_base, random_head")
