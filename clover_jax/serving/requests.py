@@ -220,8 +220,8 @@ class Form(NamedTuple):
 def form_of(request: CommonRequest) -> Form | None:
     """Return what the answer must match; None for any text. Raises ApiError, naming the field."""
     guided = {name: getattr(request, f"guided_{name}") for name in FORMS if name != "json_object"}
-    given = {f"guided_{name}": {name: value} for name, value in guided.items() if value}
-    if request.structured_outputs:
+    given = {f"guided_{name}": {name: value} for name, value in guided.items() if value is not None}
+    if request.structured_outputs is not None:
         given["structured_outputs"] = request.structured_outputs
     if asked := _asked_format(request.response_format or {"type": "text"}):
         given["response_format"] = asked
@@ -286,15 +286,32 @@ def call_form(request: ChatRequest) -> str | None:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "arguments": tools[name]},
+            "properties": {
+                "name": {"const": name},
+                "arguments": _moved(tools[name], f"#/items/anyOf/{number}/properties/arguments"),
+            },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for name in names
+        for number, name in enumerate(names)
     ]
     several = choice == "required" and request.parallel_tool_calls is not False
     most = {} if several else {"maxItems": 1}
     return form_text({"json": {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most}})
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """Return a schema that stands at `place` of another; its references to itself lead there."""
+    match schema:
+        case list():
+            return [_moved(each, place) for each in schema]
+        case {"$ref": str(target)} if target == "#" or target.startswith("#/"):
+            schema = schema | {"$ref": place + target[1:]}
+        case dict():
+            pass
+        case _:
+            return schema
+    return {key: _moved(value, place) for key, value in schema.items()}
 
 
 def conversation_prompt(

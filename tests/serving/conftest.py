@@ -59,8 +59,9 @@ POINT = {
     "type": "object",
     "properties": {
         "x": {"type": "integer", "minimum": 0, "maximum": 99},
-        "kind": {"enum": ["a", "b"]},
+        "kind": {"$ref": "#/$defs/kind"},
     },
+    "$defs": {"kind": {"enum": ["a", "b"]}},
     "additionalProperties": False,
     "required": ["x", "kind"],
 }

@@ -237,6 +237,8 @@ BAD_CHATS = [
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
     ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs"),
     ({"structured_outputs": {"json": 5}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"guided_choice": []}, "guided_choice"),
     ({"guided_json": "{", "guided_regex": None}, "guided_json"),
     ({"guided_regex": "a+", "response_format": {"type": "json_object"}}, "guided_regex"),
     ({"modalities": ["text", "audio"]}, "modalities"),
