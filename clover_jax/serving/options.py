@@ -82,7 +82,7 @@ class ServeOptions:
     max_model_len: int | None = _limit(
         None,
         f"tokens of a prompt and its answer [the base's context, at most {LARGEST_DEFAULT_LEN}]",
-        least=2,
+        least=3,
     )
     max_waiting: int = _limit(512, "requests that may wait for a slot; more get 429", least=1)
     request_timeout: float = _limit(600.0, "seconds that a request may take", least=1.0)

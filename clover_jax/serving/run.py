@@ -23,6 +23,7 @@ from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.data.chat_templates import template_text, words_of
 from clover_jax.data.records import shown
 from clover_jax.decoding.models import Models, load, tree_notice
+from clover_jax.decoding.race import with_attention
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.errors import UserError
@@ -146,7 +147,8 @@ def _server(service: Service) -> uvicorn.Server:
             log_level="error",
             access_log=False,
             server_header=False,
-            limit_concurrency=service.options.max_connections,
+            # uvicorn counts the connection that asks too.
+            limit_concurrency=service.options.max_connections + 1,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=_HEAD_BYTES,
         )
@@ -272,6 +274,7 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
             models = load(spec)
+        models = with_attention(models, spec.attention, options.batch_size)
         say(shape_notice(spec.base))
         say(quantization_notice(spec.int8))
         say(tree_notice(spec, models))

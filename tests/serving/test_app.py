@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from clover_jax.decoding import race
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
@@ -263,3 +264,11 @@ def test_half_a_body_harms_nobody(server, client, alone):
         connection.sendall(head.encode())
         assert text(client, GREEDY) == alone[0]["text"]
     assert text(client, GREEDY) == alone[0]["text"]
+
+
+def test_attention_is_timed_before_requests_are_answered(monkeypatch, capsys):
+    monkeypatch.setitem(race.KERNELS, "cpu", "pallas")
+    monkeypatch.setattr(race, "time_in_turns", lambda *_, **__: {"xla": 2e-5, "pallas": 1e-5})
+    models, _ = run._load(ServeOptions(ModelSpec("builtin:tiny")))
+    assert models.attention == "pallas"
+    assert "attention: pallas (xla 20 us a layer, pallas 10 us a layer)" in capsys.readouterr().err

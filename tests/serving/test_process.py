@@ -78,6 +78,12 @@ def test_the_curl_lines_of_a_page_are_answered(process, page):
             assert answer["choices"][0]["text"]
 
 
+def test_as_many_connections_are_served_as_the_flag_names():
+    with serving("--max_connections=2") as (_, url), contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx2.Client(base_url=url)) for _ in range(3)]
+        assert [client.get("/health").status_code for client in clients] == [200, 200, 503]
+
+
 def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     started, url = process
     clients = [httpx2.Client(base_url=url, timeout=120) for _ in range(2)]
