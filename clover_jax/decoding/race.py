@@ -221,7 +221,7 @@ def _passes(
     # A few tokens compile everything, and show how many a turn has time for.
     started = clock()
     tokens = decode(ways[PLAIN], 0)
-    seconds = (clock() - started) / tokens
+    seconds = (clock() - started) * batch_size / tokens  # of a step, which has a token of each row
     for name in filter(PLAIN.__ne__, ways):
         decode(ways[name], 0)
     most = min(MOST_TOKENS, settings.max_new_tokens)

@@ -281,6 +281,14 @@ def test_a_race_decodes_in_every_way_and_changes_no_text(decode, draft, monkeypa
     assert min(entry["tokens_per_second"].values()) > 0
 
 
+def test_a_turn_has_as_many_tokens_a_row_as_it_has_time_for(base, draft):
+    ways = {"plain": open_models(base, draft).plain()}
+    settings = dataclasses.replace(COLD, ignore_eos=True, max_new_tokens=100)
+    times = iter((0.0, 1.6))  # sixteen steps of two rows
+    passes = module._passes(ways, PROMPTS[:2], 2, GREEDY, settings, lambda: next(times))
+    assert passes["plain"](0) == 2 * 10 * module.TURN_SECONDS
+
+
 def test_a_prompt_without_room_for_new_tokens_is_shortened(base, draft, monkeypatch):
     monkeypatch.setattr(module, "candidates", lambda models, _: {"plain": models.plain()})
     monkeypatch.setattr(module, "TURN_SECONDS", 1e9)  # as many tokens as a turn may have
