@@ -185,11 +185,14 @@ def _scaling(
     if kind not in (None, "none", "linear", "yarn", "longrope"):
         raise UserError(f"{path}: rope.scaling.type {kind!r} is not read, only linear and yarn")
     factors = next((tensors[name] for name in _FACTORS if name in tensors), None)
+    original = of.get(_SCALING[2], values["max_position_embeddings"])
     if factors is None:
-        return None if kind in (None, "none") else {"rope_type": kind, "factor": factor}
+        scaling = {"rope_type": kind, "factor": factor}
+        if kind == "yarn":
+            scaling["original_max_position_embeddings"] = original
+        return None if kind in (None, "none") else scaling
     # Llama 3's rule is stored as its result, the factors of all pairs. Longrope has the same form,
     # and is limited to the length up to which the short ones hold.
-    original = of.get("rope.scaling.original_context_length", values["max_position_embeddings"])
     return {
         "rope_type": "longrope",
         "short_factor": np.array(factors.data, float).tolist(),

@@ -20,6 +20,7 @@ HUB_PATTERNS = (
     "generation_config.json",
     "model.safetensors",
     "model-*.safetensors",
+    "model.safetensors-*.safetensors",  # as Qwen3.5 is published
     "model.safetensors.index.json",
     "tokenizer*",
     "special_tokens_map.json",

@@ -85,8 +85,8 @@ def write(path, model, architecture, tensors=None, **metadata):
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     for key, value in metadata.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
-        add(f"{architecture}.{key.replace('__', '.')}", value)
+        adders = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
+        adders[type(value)](f"{architecture}.{key.replace('__', '.')}", value)
     add_vocabulary(writer, config.vocab_size)
 
     names = gguf.get_tensor_name_map(
@@ -219,6 +219,9 @@ def test_scaling_by_metadata(tmp_path):
     path = write(tmp_path / "tiny.gguf", hugging_face_model("qwen2"), "qwen2", **metadata)
     rope = load_base(path).config.rope
     assert rope == RopeConfig(theta=rope.theta, kind="linear", factor=4.0)
+    metadata |= {"rope__scaling__type": "yarn", "rope__scaling__original_context_length": 32}
+    path = write(tmp_path / "tiny.gguf", hugging_face_model("qwen2"), "qwen2", **metadata)
+    assert load_base(path).config.rope.original_max_position_embeddings == 32
 
 
 def test_broken_files_and_other_architectures_are_refused(tmp_path):

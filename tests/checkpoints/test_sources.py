@@ -101,6 +101,10 @@ REPOSITORIES = {
         ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"],
         ["pytorch_model.bin", "original/consolidated.00.pth", "README.md"],
     ),
+    "shards": (
+        ["config.json", "model.safetensors-00001-of-00002.safetensors"],
+        ["model.safetensors.bak"],
+    ),
     "old head": (["config.json", "pytorch_model.bin"], ["training_args.bin"]),
     "draft": (["draft.json", "params/d/0", "params/ocdbt.process_0/d/1"], ["LICENSE"]),
     "workdir": (
