@@ -215,14 +215,14 @@ def parse_line(line: bytes, source: str) -> Any:
 
 
 def tell_unread(fields: collections.Counter[str], source: str) -> None:
-    """Say which fields of rows, labels apart, no command reads: they may be misspelled."""
+    """Say which fields of rows, labels apart, are not read: they may be misspelled."""
     unread = [(name, count) for name, count in fields.most_common() if name not in LABELS]
     # Only the most frequent fields: other kinds of data may have hundreds.
     listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]
     if len(unread) > len(listed):
         listed.append(f"and {len(unread) - len(listed)} more")
     if listed:
-        say(f"{source}: no command reads {', '.join(listed)}")
+        say(f"{source}: fields that are not read: {', '.join(listed)}")
 
 
 def is_text(value: Any) -> bool:

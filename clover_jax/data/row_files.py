@@ -84,8 +84,8 @@ def find_files(part: str) -> Files:
 
 
 def ending(path: Path) -> str:
-    """Return the ending of a file's name, and the name where it has none."""
-    return path.suffix.lower() or path.name
+    """Return the ending of a file's name without its packing, and the name where it has none."""
+    return Path(plain_name(path)).suffix or path.name
 
 
 def check_readable(path: Path) -> None:

@@ -69,8 +69,9 @@ def test_a_card_is_text_where_there_are_no_rows(tmp_path, capsys):
     assert sources(tmp_path / "d") == ["a.py"]
 
 
-def test_a_folder_of_tables_alone_is_refused(tmp_path):
-    write(tmp_path / "d", README_md="card", b_csv="x,y")
+@pytest.mark.parametrize("packing", ["", "_gz"])
+def test_a_folder_of_tables_alone_is_refused(tmp_path, packing):
+    write(tmp_path / "d", README_md="card", **{f"b_csv{packing}": "x,y"})
     message = r"d: files that are not read: .*\.csv \(1\).*; there are no others"
     with pytest.raises(UserError, match=message):
         read_records(str(tmp_path / "d"))
@@ -117,7 +118,7 @@ def test_rows_of_tables_are_those_of_lines(tmp_path, monkeypatch, capsys):
     assert records[3].source.endswith("a.parquet:4")
     err = capsys.readouterr().err
     assert "files that are not read: .md (1)" in err
-    assert 'no command reads "date" (4 rows)' in err
+    assert 'fields that are not read: "date" (4 rows)' in err
     assert len(read_prompts(tmp_path / "d" / "a.parquet")) == 4
 
 

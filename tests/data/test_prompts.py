@@ -155,7 +155,7 @@ def test_fields_that_no_command_reads_are_named_once(tmp_path, capsys):
     path.write_text((json.dumps(row) + "\n") * 2 + '{"prompt": "b", "Seed": 1}\nnot json\n')
     read_prompts_and_mistakes(path)
     assert capsys.readouterr().err == (
-        f'{path}: no command reads "max_tokens" (2 rows), "Seed" (1 row)\n'
+        f'{path}: fields that are not read: "max_tokens" (2 rows), "Seed" (1 row)\n'
     )
     path.write_text('{"prompt": "a", "seed": 1, "question_id": 3}')
     read_prompts(path)

@@ -130,7 +130,9 @@ def test_fields_of_records_that_are_not_read_are_named_once(tmp_path, capsys):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(json.dumps(row) + "\n" + json.dumps({"text": "d"}))
     read_records(str(tmp_path))
-    assert capsys.readouterr().err == (f'--data={tmp_path}: no command reads "kind" (2 rows)\n')
+    assert capsys.readouterr().err == (
+        f'--data={tmp_path}: fields that are not read: "kind" (2 rows)\n'
+    )
 
 
 def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):
