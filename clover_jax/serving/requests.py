@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
@@ -302,16 +303,15 @@ def call_form(request: ChatRequest) -> str | None:
 
 def _moved(schema: Any, place: str) -> Any:
     """Return a schema that stands at `place` of another; its references to itself lead there."""
-    match schema:
-        case list():
-            return [_moved(each, place) for each in schema]
-        case {"$ref": str(target)} if target == "#" or target.startswith("#/"):
-            schema = schema | {"$ref": place + target[1:]}
-        case dict():
-            pass
-        case _:
-            return schema
-    return {key: _moved(value, place) for key, value in schema.items()}
+
+    def move(part: dict[str, Any]) -> dict[str, Any]:
+        match part:
+            case {"$ref": str(target)} if target == "#" or target.startswith("#/"):
+                return part | {"$ref": place + target[1:]}
+        return part
+
+    # The parser of JSON walks through schemas that are nested too deeply for our own recursion.
+    return json.loads(json.dumps(schema), object_hook=move)
 
 
 def conversation_prompt(
