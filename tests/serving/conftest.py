@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from clover_jax import api
+from clover_jax.decoding.models import load
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.run import open_port, serve
@@ -140,7 +141,11 @@ def server(tmp_path_factory):
 def running(spec, **options):
     """Yield a server that runs in this process until the end."""
     options = ServeOptions(spec, port=0, api_key=(KEY,), served_model_name="tiny", **options)
-    service, begun = Service(options), queue.Queue()
+    service, begun, asked = Service(options), queue.Queue(), threading.Event()
+
+    def load_once_asked(*arguments):
+        asked.wait()
+        return load(*arguments)
 
     async def main(listener):
         stop = asyncio.Event()
@@ -150,9 +155,12 @@ def running(spec, **options):
     with open_port(options) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         thread = threading.Thread(target=lambda: asyncio.run(main(listener)))
-        thread.start()
-        loop, stop = begun.get()
-        early = httpx2.get(f"{url}/health")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("clover_jax.serving.run.load", load_once_asked)
+            thread.start()
+            loop, stop = begun.get()
+            early = httpx2.get(f"{url}/health")
+            asked.set()
         while thread.is_alive() and httpx2.get(f"{url}/health").status_code == 503:
             time.sleep(0.1)
         try:
