@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -159,11 +160,13 @@ def test_parts_of_the_vocabulary_give_the_same_choices(monkeypatch):
 
 def test_there_is_a_request_of_every_kind_that_a_batch_can_be_of():
     kinds = {least_sampling(MOST, [request]) for request in requests_of_every_kind(4)}
-    asked = [
-        Request(0, [0], 2, **dict(itertools.chain.from_iterable(c.items() for c in changes)))
+    # A request has the params of its last change that has any, or the default ones.
+    changed = [
+        functools.reduce(operator.or_, changes, {})
         for count in range(len(CHANGES) + 1)
         for changes in itertools.combinations(CHANGES, count)
     ]
+    asked = [Request(0, [0], 2, **changes) for changes in {repr(c): c for c in changed}.values()]
     alone = {least_sampling(MOST, [request]) for request in asked}
     beside = {least_sampling(MOST, pair) for pair in itertools.combinations(asked, 2)}
     assert alone | beside == kinds
