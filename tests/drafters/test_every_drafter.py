@@ -278,8 +278,9 @@ PUBLISHED = {
     ),
 }
 # Widths that the head_dim does not divide, few key heads, windows, sinks and experts; heads of two
-# widths and shared keys; states. What else a layer is, test_greedy_equality.py decodes.
-USUAL_PAIRS = {("clover2", "Gemma 3 270M"), ("clover2", "gpt-oss")}
+# widths and shared keys; states; layers without rotation. What else a layer is,
+# test_greedy_equality.py decodes.
+USUAL_PAIRS = {("clover2", "Gemma 3 270M"), ("clover2", "gpt-oss"), ("clover2", "SmolLM3 3B")}
 USUAL_PAIRS |= {("clover_lr", "Qwen3-Next"), ("clover_lr", "Gemma 4 E2B")}
 
 
