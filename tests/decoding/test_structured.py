@@ -50,7 +50,7 @@ def forms(tokenizer):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return api.load_draft(api.load_base("builtin:tiny"), "lookup", "copy:8")
+    return api.load_draft(api.load_base("builtin:tiny"), "lookup")
 
 
 def requests(**more):
