@@ -95,11 +95,11 @@ class Sampler:
 
         params: as `models.base.params`: same names, shapes and types. Arrays that lie where the
             base's lie are taken as they are, not copied: a learner that donates them to its next
-            step calls this again after it. Matrices are quantized again if the base's are.
+            step calls this again after it. Matrices are quantized again where the models' are.
         Raises UserError that names the first param that differs.
         """
         models, base = self.models, self.models.base
-        if "base" in models.int8:
+        if models.int8:
             params = jax.jit(quantize_base, static_argnames="parts")(params, parts=models.int8)
         wanted = dict(jax.tree_util.tree_leaves_with_path(base.params))
         given = dict(jax.tree_util.tree_leaves_with_path(params))

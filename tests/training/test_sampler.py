@@ -9,7 +9,10 @@ import pytest
 from scipy import special, stats
 
 from clover_jax.api import Sampler
+from clover_jax.decoding.models import load
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.drafters.drafter import DRAFT_ROWS
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from clover_jax.runtime.compile_clock import CompileClock
@@ -148,6 +151,16 @@ def chi_square(counts, expected):
     joined = [np.append(x[~rare], x[rare].sum()) for x in (counts, expected)]
     observed, wanted = (x[joined[1] > 0] for x in joined)
     return ((observed - wanted) ** 2 / wanted).sum(), len(wanted) - 1
+
+
+def test_a_quantized_copy_of_lm_head_follows_the_base():
+    models = load(ModelSpec(draft="random:medusa", int8=("draft",), tokenizer=False))
+    params = {k: v for k, v in models.base.params.items() if k != DRAFT_ROWS}
+    rollouts = Sampler(models)
+    rollouts.update_base({**params, "embedding": 2 * params["embedding"]})  # tied
+    old, new = models.base.params[DRAFT_ROWS], rollouts.models.base.params[DRAFT_ROWS]
+    assert (new.values == old.values).all()
+    np.testing.assert_allclose(new.step, 2 * old.step)
 
 
 def test_params_of_another_base_are_refused_by_name():
