@@ -269,7 +269,7 @@ class Adapter:
         ours, kept = [float(self._judge(self._greedy, head, base_params, batch)) for head in heads]
         if ours >= kept:
             self.state = state.replace(kept=_copied(state.train.params, state.kept))
-        elif ours < FALL * kept:
+        elif not ours >= FALL * kept:  # NaN too
             train, taken_back = _begin(state.kept), state.taken_back + 1
             self.state = state.replace(train=train, taken_back=taken_back)
 

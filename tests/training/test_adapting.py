@@ -146,7 +146,8 @@ def test_samples_of_a_head_that_learns_have_the_bases_distribution(tree, updates
     assert len(used) == 1, "device memory grows with updates"
 
 
-def test_a_head_that_falls_behind_the_one_before_is_taken_back(monkeypatch):
+@pytest.mark.parametrize("change", [3.0, float("nan")])
+def test_a_head_that_falls_behind_the_one_before_is_taken_back(monkeypatch, change):
     monkeypatch.setattr(adapting, "JUDGED_EVERY", 1)
     adapter, now = Adapter(models()), lambda: 0.0
     fill(adapter)
@@ -156,7 +157,7 @@ def test_a_head_that_falls_behind_the_one_before_is_taken_back(monkeypatch):
     adapter.learn(random_base(), now)
     assert adapter.state.taken_back == 0
     train = adapter.state.train
-    spoilt = jax.tree.map(lambda leaf: leaf + 3.0, train.params)
+    spoilt = jax.tree.map(lambda leaf: leaf + change, train.params)
     adapter.state = adapter.state.replace(train=train.replace(params=spoilt))
     adapter.learn(random_base(), now)
     assert adapter.state.taken_back == 1
