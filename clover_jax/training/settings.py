@@ -62,7 +62,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     gradient_accumulation_steps: int = _memory(
         1,
         "split each batch into this many parts and sum their gradients: less memory, same values "
-        "except for random noise and candidate_ce",
+        "except for random noise, candidate_ce and the first step's scale",
         least=1,
         may_change=True,
     )
@@ -85,7 +85,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     num_positions: int | None = _head(None, "draft positions to train [the method's]", least=1)
     num_augmenting_layers: int | None = _head(None, "layers of the Augmenting Block [the method's]")
     draft_rope_theta: float | None = _head(
-        None, "RoPE theta of the head [the base model's]", least=1.0
+        None, "RoPE theta of the head, without scaling [the base model's rotation]", least=1.0
     )
     draft_vocab: int | None = _head(
         None,

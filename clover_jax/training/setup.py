@@ -62,6 +62,9 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
     if settings.draft_rope_theta is not None:
         options["rope"] = RopeConfig(theta=settings.draft_rope_theta)
 
+        if base.config.alibi:
+            raise UserError("--draft_rope_theta: this base has ALiBi, and no rotation")
+
     # The config finds a wrong value but knows no flags, so its message gets the flag here.
     try:
         config = registry.config_for_base(settings.drafter, base.config, **options)
@@ -324,11 +327,11 @@ def pipeline_config(settings: TrainSettings, base: BaseModel, head: DraftHead) -
 
     Raises UserError for rows too short for every draft position or longer than the base's context.
     """
-    # In a shorter row the last draft position has no target: its first one is at num_positions.
-    shortest, longest = head.config.num_positions + 1, base.config.max_position_embeddings
+    # In a shorter row the last draft position has no pair (`pair_mask`, "decoding").
+    shortest, longest = head.config.num_positions + 2, base.config.max_position_embeddings
     if not shortest <= settings.seq_len <= longest:
         raise UserError(
-            f"--seq_len={settings.seq_len} must lie between {shortest} (num_positions + 1) and "
+            f"--seq_len={settings.seq_len} must lie between {shortest} (num_positions + 2) and "
             f"{longest}, the base's context"
         )
     return PipelineConfig(settings.batch_size, settings.seq_len, settings.seed)

@@ -103,6 +103,12 @@ def test_a_setting_that_the_head_cannot_take_is_refused(base, settings, message)
         config_of(base, **settings)
 
 
+def test_a_theta_without_rotation_is_refused(base):
+    base = dataclasses.replace(base, config=dataclasses.replace(TINY, alibi=True))
+    with pytest.raises(UserError, match="--draft_rope_theta: this base has ALiBi, and no rotation"):
+        config_of(base, draft_rope_theta=1e4)
+
+
 def test_a_loss_and_settings_of_an_earlier_version_are_read_but_for_dropped_terms():
     unused = {"neg_log_acceptance": 0.0, "lk": 0.0, "lk_eta": 3.0, "label_mask": False}
     assert LossSpec.from_dict({"soft_ce": 2.0} | unused) == LossSpec(soft_ce=2.0)

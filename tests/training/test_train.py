@@ -58,7 +58,7 @@ def test_sigterm_saves_and_exits_with_status_0(arguments, tmp_path):
         ({"data": "/missing.txt"}, "--data=/missing.txt: no such file"),
         ({"base": "/missing"}, "/missing"),
         ({"tree": "oak"}, "tree 'oak' is unknown"),
-        ({"seq_len": 2}, "--seq_len=2 must lie between 3"),
+        ({"seq_len": 3}, "--seq_len=3 must lie between 4"),
         ({"steps": 0}, "steps"),
         ({"mesh": "data=2"}, "--mesh=data=2 asks for 2 devices, but 1 is here"),
         ({"learning_rate": 0}, "learning_rate"),
