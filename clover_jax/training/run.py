@@ -28,6 +28,7 @@ from clover_jax.data.pipeline import make_pipeline
 from clover_jax.data.prepared import TRAIN, is_prepared
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
+from clover_jax.field_types import declared_settings
 from clover_jax.models.param_layouts import leaf_path
 from clover_jax.models.placement import param_shardings, place_rows, rows_of_process, with_shardings
 from clover_jax.runtime.checkpoint import Checkpoints
@@ -269,7 +270,9 @@ def run_training(
         if finished is not None:
             # Fewer steps change nothing of it: its rates are from a schedule that ended there.
             settings = dataclasses.replace(settings, steps=finished["steps"])
-            if recorded_settings(workdir) == settings:
+            recorded = recorded_settings(workdir)
+            settings = _measured_as(recorded, settings)
+            if recorded == settings:
                 return finished
 
         # Templates read the time at which the run began, or its data were prepared.
@@ -296,10 +299,24 @@ def run_training(
                 _check_loss(workdir / DRAFT, inputs.head.config.loss)
             if finished is None:
                 return _train(settings, inputs, workdir, agreed(stop))
-            # All its steps are done; what differs may change, such as how it is measured.
+            # All its steps are done; what differs may change, such as where the data lie.
             if is_primary():
                 record_settings(workdir, settings, inputs.identity)
             return finished
+
+
+def _measured_as(finished: TrainSettings | None, settings: TrainSettings) -> TrainSettings:
+    """Return the settings with the measuring flags of a finished run, naming those that differ."""
+    measuring = {
+        name: getattr(finished, name)
+        for name, declared in declared_settings(TrainSettings).items()
+        if finished is not None and declared.group == "measuring"
+    }
+    changed = [name for name, value in measuring.items() if value != getattr(settings, name)]
+    if changed:
+        flags = ", ".join(f"--{name}" for name in changed)
+        say(f"the run is finished, so {flags} has no effect; `evaluate` measures its head")
+    return dataclasses.replace(settings, **measuring)
 
 
 def _has_steps(workdir: Path) -> bool:

@@ -22,6 +22,7 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.files import only_process_in
 from clover_jax.training import outputs, run
 from clover_jax.training.run import Clock, run_training
+from clover_jax.training.settings import recorded_settings
 from tests.conftest import rows_in
 from tests.training.conftest import (
     BASE,
@@ -105,11 +106,19 @@ def test_converting_a_workdir_takes_its_best_head_with_its_provenance(whole_run,
     assert_same_params(params_of(tmp_path, "out"), params_of(workdir, "best"))
 
 
-def test_a_finished_workdir_says_so_and_where_it_is_now(whole_run, data, tmp_path, monkeypatch):
+def test_a_finished_workdir_says_so_and_where_it_is_now(
+    whole_run, data, tmp_path, monkeypatch, capsys
+):
     workdir, report = whole_run
     monkeypatch.setattr(run.Trainer, "run", lambda *a: pytest.fail("trained again"))
     again = run_training(settings(data, eval_every=3), workdir, threading.Event())
     assert again == report | {"already_finished": True}
+    # What was measured stays on record as it was.
+    told = settings(data, eval_every=3, eval_num_prompts=1, tree="chain:2")
+    assert run_training(told, workdir, threading.Event()) == again
+    said = "so --eval_num_prompts, --tree has no effect; `evaluate` measures its head"
+    assert said in capsys.readouterr().err
+    assert recorded_settings(workdir) == settings(data, eval_every=3)
     moved = shutil.copytree(whole_run[0], tmp_path / "moved")
     report = run_training(settings(data, eval_every=3), moved, threading.Event())
     places = [report[name] for name in ("workdir", "draft", "best")]
