@@ -217,9 +217,10 @@ def fit_scale(
 ) -> TrainState:
     """Return a fresh state whose head is at least as good as guessing at every position of a batch.
 
-    The cross-entropy is convex in the scale of the logits, and log Vd (guessing) at a scale of 0.
+    The cross-entropy is convex in the scale of the logits, and that of guessing at a scale of 0.
     So going down from the scale at which the method begins, in steps of sqrt(1/2), finds one where
-    no position is above log Vd, and then the best for position 0, on which all others stand.
+    no position is worse than guessing, and then the best for position 0, on which all others stand.
+    Of logits that say nothing of the targets the best scale is 0: not for heads that begin random.
     """
     names = config.head.module.scale_params
     if not names:
@@ -243,15 +244,20 @@ def fit_scale(
         return head_loss(config, scaled, whole, teacher, batch, key)[1].terms.soft_ce
 
     teacher = read(base_params, batch)
-    guessing = math.log(config.head.config.draft_vocab_size)
+
+    def losses_at(scale: float) -> np.ndarray:
+        return np.asarray(soft_ce(state.params, base_params, teacher, batch, scale))
+
+    # Not log Vd: a loss may divide by more than the pairs whose cross-entropy it sums up.
+    guessing = losses_at(0.0)
     best, least = 1.0, math.inf
     for scale in (0.5 ** (0.5 * np.arange(30))).tolist():
-        losses = np.asarray(soft_ce(state.params, base_params, teacher, batch, scale))
+        losses = losses_at(scale)
         # Below the smallest loss it only rises.
         if losses[0] >= least:
             break
         best = scale
-        if losses.max() <= guessing:
+        if (losses <= guessing).all():
             least = losses[0]
     fitted = {name: _times(best, state.params[name]) for name in names}
     return state.replace(params=state.params | fitted)
