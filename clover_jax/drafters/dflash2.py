@@ -19,8 +19,8 @@ the text's token as a. Slot k weighs exp(-(k - 1) / gamma). A step trains blocks
 row, drawn again at each step; all of them go through one forward.
 
 fc [n, D, D], A, B [V, r], G [D, r]. Initialization: A normal, B zero, so that the selector begins
-at nothing; norm such that logits have a variance of 1; the rest random. Without convolution
-(`conv_taps=0`) and selector (`rank=0`) this is DFlash.
+at nothing; norm as the base's final one; the rest random. Without convolution (`conv_taps=0`) and
+selector (`rank=0`) this is DFlash.
 """
 
 from __future__ import annotations
@@ -47,17 +47,14 @@ from clover_jax.drafters.drafter import (
     Frozen,
     Ids,
     check_max_depth,
-    frozen_from_base,
     head_logits,
     layer_for,
-    output_matrix,
-    with_draft_rows,
 )
 from clover_jax.drafters.tokens import embed_input
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
 from clover_jax.models.decoder import Attend, project
-from clover_jax.models.int8 import contract, widen
+from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm, matrix_init
 from clover_jax.models.placement import by_rows, over_rows_and_heads
 from clover_jax.models.top_k import top_k
@@ -138,6 +135,7 @@ class DFlash2(Drafter):
     """The DFlash 2 head; see the module's docstring for the equations."""
 
     config: DFlash2Config
+    scale_params = ("norm",)
 
     @property
     def num_anchors(self) -> int:
@@ -382,12 +380,5 @@ def make_config(
 def init_from_base(
     config: DFlash2Config, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Start the last norm so that the logits of random layers have a variance of about 1.
-
-    The base's final norm can give them hundreds of nats. Logits near 0 would be no worse than
-    guessing, but a norm so small takes as many steps to grow as there are in a short training.
-    """
-    frozen = frozen_from_base(with_draft_rows(base_params, config))
-    rows = widen(output_matrix(config, frozen), jnp.float32).astype(jnp.float32)
-    length = jnp.sqrt((rows**2).sum(axis=-1).mean())
-    return {"norm": jax.tree.map(lambda ones: ones / length, params["norm"])}
+    """Start the last norm as the base's; the rest starts as it was made."""
+    return {"norm": base_params["final_norm"]}

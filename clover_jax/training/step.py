@@ -220,7 +220,7 @@ def fit_scale(
     The cross-entropy is convex in the scale of the logits, and that of guessing at a scale of 0.
     So going down from the scale at which the method begins, in steps of sqrt(1/2), finds one where
     no position is worse than guessing, and then the best for position 0, on which all others stand.
-    Of logits that say nothing of the targets the best scale is 0: not for heads that begin random.
+    Logits that say nothing of the targets, as DFlash 2's at first, have their best scale near 0.
     """
     names = config.head.module.scale_params
     if not names:

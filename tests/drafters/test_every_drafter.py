@@ -362,8 +362,7 @@ def first_losses(name, scales, fitted=True):
     config, batch = step_config(name, base), random_batch(rows=8, size=40)
     head = config.head.config
     # Every head's loss as the same mean over pairs.
-    loss = dataclasses.replace(head.loss, divisor="pairs", divisor_offset=1e-5)
-    changes = {"loss": loss}
+    changes = {"loss": dataclasses.replace(head.loss, divisor_offset=1e-5)}
     if name == "eagle":
         changes["feature_noise"] = 0.0  # has its width at 512 tokens, and 13 times that at 40
     config = dataclasses.replace(config, head=registry.head(dataclasses.replace(head, **changes)))
@@ -371,18 +370,6 @@ def first_losses(name, scales, fitted=True):
     if fitted:
         state = fit_scale(config, state, params, batch)
     return make_train_step(config)(state, params, batch)[1].positions.terms.soft_ce
-
-
-@pytest.mark.parametrize("scales", SCALES)
-def test_logits_of_random_layers_begin_with_a_variance_of_1(scales):
-    base, params = rescaled(**SCALES[scales])
-    config, batch = step_config("dflash2", base), random_batch(rows=8, size=40)
-    state, frozen = fresh_state(config, params), frozen_from_base(params)
-    features = teach(base, params, config.head.config.features, batch).features
-    apply = functools.partial(config.head.module.apply, {"params": state.params})
-    hidden = apply(frozen, features, batch, None, method="train_forward")
-    logits = apply(frozen, hidden, 0, method="logits")
-    assert 0.5 < logits.std(axis=-1).mean() < 2
 
 
 # Medusa with the base's lm_head has nothing of its own to scale: it starts as the base, by design.
@@ -400,8 +387,7 @@ USUAL_SCALES = {"all, with a soft cap", "embedding of length 1"}
     ],
 )
 def test_no_head_begins_worse_than_guessing_whatever_the_bases_scales_are(name, scales):
-    losses, guessing = first_losses(name, scales), math.log(TINY.vocab_size)
-    # DFlash 2's layers begin random: the test of their logits' variance.
-    assert losses.max() <= guessing + (1.0 if name == "dflash2" else 0.01)
+    losses = first_losses(name, scales)
+    assert losses.max() <= math.log(TINY.vocab_size) + 0.01
     if name in ("clover2", "clover", "clover_lr", "eagle"):
         assert losses[0] <= first_losses("medusa", scales, fitted=False)[0] + 0.01
