@@ -19,7 +19,7 @@ the text's token as a. Slot k weighs exp(-(k - 1) / gamma). A step trains blocks
 row, drawn again at each step; all of them go through one forward.
 
 fc [n, D, D], A, B [V, r], G [D, r]. Initialization: A normal, B zero, so that the selector begins
-at nothing; norm as the base's final one; the rest random. Without convolution (`conv_taps=0`) and
+at nothing; norm fitted to the first batch; the rest random. Without convolution (`conv_taps=0`) and
 selector (`rank=0`) this is DFlash.
 """
 
@@ -135,7 +135,7 @@ class DFlash2(Drafter):
     """The DFlash 2 head; see the module's docstring for the equations."""
 
     config: DFlash2Config
-    scale_params = ("norm",)
+    linear_params = ("norm",)
 
     @property
     def num_anchors(self) -> int:
@@ -380,5 +380,5 @@ def make_config(
 def init_from_base(
     config: DFlash2Config, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Start the last norm as the base's; the rest starts as it was made."""
-    return {"norm": base_params["final_norm"]}
+    """All of it starts as it was made; training fits `linear_params` to its first batch."""
+    return {}

@@ -97,7 +97,15 @@ class Drafter(nn.Module):
     def scale_params(self) -> tuple[str, ...]:
         """Names of the params that scale a fresh head's logits: twice as large, twice the logits.
 
-        Training scales them once, before its first step (`training.step.fit_scale`).
+        Training scales them once, before its first step (`training.step.fit_start`).
+        """
+        return ()
+
+    @property
+    def linear_params(self) -> tuple[str, ...]:
+        """Names of the params in which the logits of a head are linear whose layers begin random.
+
+        Training fits each of their values before its first step (`training.step.fit_start`).
         """
         return ()
 

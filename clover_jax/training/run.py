@@ -60,7 +60,7 @@ from clover_jax.training.step import (
     StepMetrics,
     TrainState,
     TrainStepConfig,
-    fit_scale,
+    fit_start,
     init_state,
     make_schedule,
     make_train_step,
@@ -108,7 +108,7 @@ class Trainer:
                 batch = next(self.batches)
                 batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
             if not done:
-                state = fit_scale(config, state, base_params, batch)
+                state = fit_start(config, state, base_params, batch)
             # The step is dispatched and not waited for: the next batch is made meanwhile.
             state, metrics = train_step(state, base_params, batch)
             done += 1

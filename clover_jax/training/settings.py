@@ -62,7 +62,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     gradient_accumulation_steps: int = _memory(
         1,
         "split each batch into this many parts and sum their gradients: less memory, same values "
-        "except for random noise, candidate_ce and a fresh head's scale",
+        "except for random noise, candidate_ce and how a fresh head begins",
         least=1,
         may_change=True,
     )

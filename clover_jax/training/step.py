@@ -15,7 +15,7 @@ import optax
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.config import BaseConfig
+from clover_jax.config import BaseConfig, LossSpec
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
@@ -38,6 +38,9 @@ SCHEDULES = {
     "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
     "cosine": optax.cosine_decay_schedule,
 }
+
+# Steps of L-BFGS on a fresh head's last norm; on Gemma 3 270M the last three gain 0.1 nats.
+FIT_STEPS = 8
 
 # With `remat` the residuals are products with weights, not attention's, which grow with S^2.
 KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -212,19 +215,26 @@ def _with_anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Batch:
     return batch.replace(anchors=sample_anchors(key, batch, count)) if count else batch
 
 
-def fit_scale(
+# Changed params and what else `head_loss` reads -> loss and metrics.
+StartLoss = Callable[..., tuple[Float[Array, ""], LossMetrics]]
+
+
+def fit_start(
     config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
 ) -> TrainState:
     """Return a fresh state whose head is at least as good as guessing at every position of a batch.
 
-    The cross-entropy is convex in the scale of the logits, and that of guessing at a scale of 0.
-    So going down from the scale at which the method begins, in steps of sqrt(1/2), finds one where
-    no position is worse than guessing, and then the best for position 0, on which all others stand.
-    Logits that say nothing of the targets, as DFlash 2's at first, have their best scale near 0.
+    The cross-entropy is convex in the logits, so in what they are linear in: in the scale of a head
+    that begins as a copy of the base, in the whole last norm of one whose layers begin random.
     """
-    names = config.head.module.scale_params
-    if not names:
+    module = config.head.module
+    if not module.scale_params + module.linear_params:
         return state
+    # The cross-entropy alone, as a mean over the pairs that the method's loss counts.
+    method = config.head.config.loss
+    loss = LossSpec(soft_ce=1.0, pairs=method.pairs, proposable=method.proposable)
+    head = registry.head(dataclasses.replace(config.head.config, loss=loss))
+    config = dataclasses.replace(config, head=head)
     # One part of a batch fits in memory; all of them together may not.
     if config.accumulation_steps > 1:
         parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
@@ -235,18 +245,40 @@ def fit_scale(
     def read(base_params: Params, batch: Batch) -> TeacherOutput:
         return teach(config.base, base_params, config.head.config.features, batch, config.mesh)
 
-    @jax.jit
-    def soft_ce(
-        params: Params, base_params: Params, teacher: TeacherOutput, batch: Batch, scale: float
-    ) -> Float[Array, " P"]:
-        scaled = params | {name: _times(scale, params[name]) for name in names}
-        whole = gathered(base_params, config.mesh)
-        return head_loss(config, scaled, whole, teacher, batch, key)[1].terms.soft_ce
+    # Arguments of what is compiled: a closure would make constants of them.
+    given = (state.params, base_params, read(base_params, batch), batch)
 
-    teacher = read(base_params, batch)
+    def start_loss(
+        changed: Params, params: Params, base_params: Params, teacher: TeacherOutput, batch: Batch
+    ) -> tuple[Float[Array, ""], LossMetrics]:
+        whole = gathered(base_params, config.mesh)
+        return head_loss(config, params | changed, whole, teacher, batch, key)
+
+    params = state.params
+    if module.scale_params:
+        params |= _fit_scale(
+            start_loss, given, {name: params[name] for name in module.scale_params}
+        )
+    if module.linear_params:
+        params |= _fit_leaves(
+            start_loss, given, {name: params[name] for name in module.linear_params}
+        )
+    return state.replace(params=params)
+
+
+def _fit_scale(loss: StartLoss, given: tuple, begun: Params) -> Params:
+    """Go down from the scale at which the method begins, in steps of sqrt(1/2).
+
+    This finds one where no position is worse than guessing, which is the loss at a scale of 0, and
+    then the best for position 0, on which all others stand.
+    """
+
+    @jax.jit
+    def soft_ce(scale: float, begun: Params, given: tuple) -> Float[Array, " P"]:
+        return loss(_times(scale, begun), *given)[1].terms.soft_ce
 
     def losses_at(scale: float) -> np.ndarray:
-        return np.asarray(soft_ce(state.params, base_params, teacher, batch, scale))
+        return np.asarray(soft_ce(scale, begun, given))
 
     # Not log Vd: a loss may divide by more than the pairs whose cross-entropy it sums up.
     guessing = losses_at(0.0)
@@ -259,8 +291,35 @@ def fit_scale(
         best = scale
         if (losses <= guessing).all():
             least = losses[0]
-    fitted = {name: _times(best, state.params[name]) for name in names}
-    return state.replace(params=state.params | fitted)
+    return _times(best, begun)
+
+
+def _fit_leaves(loss: StartLoss, given: tuple, begun: Params) -> Params:
+    """Go from 0, where the head guesses, towards the least loss by L-BFGS.
+
+    Logits of random layers say nothing of the targets, so their best scale is near 0, and AdamW
+    moves a norm away from there by no more than its rate a step. With a weight for each channel
+    they tell frequent tokens from rare ones.
+    """
+    solver = optax.lbfgs()
+
+    @jax.jit
+    def fit(begun: Params, given: tuple) -> Params:
+        def value_of(leaves: Params) -> Float[Array, ""]:
+            return loss(leaves, *given)[0]
+
+        def step(_: int, carry: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
+            leaves, state = carry
+            value, gradient = optax.value_and_grad_from_state(value_of)(leaves, state=state)
+            updates, state = solver.update(
+                gradient, state, leaves, value=value, grad=gradient, value_fn=value_of
+            )
+            return optax.apply_updates(leaves, updates), state
+
+        leaves = _times(0.0, begun)
+        return jax.lax.fori_loop(0, FIT_STEPS, step, (leaves, solver.init(leaves)))[0]
+
+    return fit(begun, given)
 
 
 def _times(factor: float, params: Params) -> Params:
