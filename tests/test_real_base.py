@@ -83,7 +83,7 @@ def test_every_head_begins_no_worse_than_guessing_and_leaves_the_text_as_it_is(
     data = (f"--base={BASE}", "--data=builtin:python", f"--workdir={workdir}")
     assert run_command(capsys, train, *data, *flags)[0] == 0
 
-    # A step is logged with the loss before its update. Heads with random layers begin at a guess.
+    # A step is logged with the loss before its update.
     first = rows_in(Path(workdir) / "metrics.jsonl")[0]
     assert max(first["soft_ce"]) < math.log(VOCABULARY) + 1.0, first["soft_ce"]
     assert decoded(capsys, prompts, tmp_path / "out.jsonl", f"--draft={workdir}") == plain

@@ -103,9 +103,10 @@ class Drafter(nn.Module):
 
     @property
     def linear_params(self) -> tuple[str, ...]:
-        """Names of the params in which the logits of a head are linear whose layers begin random.
+        """Names of the small params in which a head's logits are linear, all together.
 
-        Training fits each of their values before its first step (`training.step.fit_start`).
+        For a head whose layers begin at random. Training fits their values before its first step
+        (`training.step.fit_start`).
         """
         return ()
 

@@ -108,7 +108,8 @@ class Trainer:
                 batch = next(self.batches)
                 batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
             if not done:
-                state = fit_start(config, state, base_params, batch)
+                with clock.paused():
+                    state = fit_start(config, state, base_params, batch)
             # The step is dispatched and not waited for: the next batch is made meanwhile.
             state, metrics = train_step(state, base_params, batch)
             done += 1

@@ -39,7 +39,7 @@ SCHEDULES = {
     "cosine": optax.cosine_decay_schedule,
 }
 
-# Steps of L-BFGS on a fresh head's last norm; on Gemma 3 270M the last three gain 0.1 nats.
+# Steps of L-BFGS on a fresh head's `linear_params`; on Gemma 3 270M the last three gain 0.1 nats.
 FIT_STEPS = 8
 
 # With `remat` the residuals are products with weights, not attention's, which grow with S^2.
@@ -215,72 +215,64 @@ def _with_anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Batch:
     return batch.replace(anchors=sample_anchors(key, batch, count)) if count else batch
 
 
-# Changed params and what else `head_loss` reads -> loss and metrics.
-StartLoss = Callable[..., tuple[Float[Array, ""], LossMetrics]]
-
-
 def fit_start(
     config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
 ) -> TrainState:
     """Return a fresh state whose head is at least as good as guessing at every position of a batch.
 
-    The cross-entropy is convex in the logits, so in what they are linear in: in the scale of a head
-    that begins as a copy of the base, in the whole last norm of one whose layers begin random.
+    The cross-entropy is convex in the logits, so in what they are linear in, but for a soft cap:
+    in the scale of a head that begins as a copy of the base, in the whole last norm of one whose
+    layers begin at random.
     """
     module = config.head.module
-    if not module.scale_params + module.linear_params:
+    if not (module.scale_params or module.linear_params):
         return state
-    # The cross-entropy alone, as a mean over the pairs that the method's loss counts.
+    # The cross-entropy alone, over the pairs that the method counts. Layers have no gradient here,
+    # so there are no residuals that `remat` would save.
     method = config.head.config.loss
     loss = LossSpec(soft_ce=1.0, pairs=method.pairs, proposable=method.proposable)
     head = registry.head(dataclasses.replace(config.head.config, loss=loss))
-    config = dataclasses.replace(config, head=head)
+    config = dataclasses.replace(config, head=head, remat=False)
     # One part of a batch fits in memory; all of them together may not.
     if config.accumulation_steps > 1:
         parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
         batch = jax.tree.map(lambda x: x[0], parts)
-    key = jax.random.wrap_key_data(state.key)
 
     @jax.jit
     def read(base_params: Params, batch: Batch) -> TeacherOutput:
         return teach(config.base, base_params, config.head.config.features, batch, config.mesh)
 
-    # Arguments of what is compiled: a closure would make constants of them.
-    given = (state.params, base_params, read(base_params, batch), batch)
-
     def start_loss(
-        changed: Params, params: Params, base_params: Params, teacher: TeacherOutput, batch: Batch
+        base_params: Params, teacher: TeacherOutput, batch: Batch, key: Array, params: Params
     ) -> tuple[Float[Array, ""], LossMetrics]:
         whole = gathered(base_params, config.mesh)
-        return head_loss(config, params | changed, whole, teacher, batch, key)
+        return head_loss(config, params, whole, teacher, batch, key)
 
+    key = jax.random.wrap_key_data(state.key)
+    # A pytree: what it holds is an argument of a jitted function, not a constant.
+    start = jax.tree_util.Partial(start_loss, base_params, read(base_params, batch), batch, key)
     params = state.params
-    if module.scale_params:
-        params |= _fit_scale(
-            start_loss, given, {name: params[name] for name in module.scale_params}
-        )
     if module.linear_params:
-        params |= _fit_leaves(
-            start_loss, given, {name: params[name] for name in module.linear_params}
-        )
+        params = _fit_linear(start, params, module.linear_params, config.mesh)
+    params = _fit_scale(start, params, (*module.scale_params, *module.linear_params))
     return state.replace(params=params)
 
 
-def _fit_scale(loss: StartLoss, given: tuple, begun: Params) -> Params:
-    """Go down from the scale at which the method begins, in steps of sqrt(1/2).
+def _fit_scale(loss: jax.tree_util.Partial, params: Params, names: tuple[str, ...]) -> Params:
+    """Go down from the scale that the params have, in steps of sqrt(1/2).
 
     This finds one where no position is worse than guessing, which is the loss at a scale of 0, and
     then the best for position 0, on which all others stand.
     """
 
     @jax.jit
-    def soft_ce(scale: float, begun: Params, given: tuple) -> Float[Array, " P"]:
-        return loss(_times(scale, begun), *given)[1].terms.soft_ce
+    def soft_ce(loss: jax.tree_util.Partial, params: Params, scale: float) -> Float[Array, " P"]:
+        return loss(_scaled(params, names, scale))[1].terms.soft_ce
 
     def losses_at(scale: float) -> np.ndarray:
-        return np.asarray(soft_ce(scale, begun, given))
+        return np.asarray(soft_ce(loss, params, scale))
 
-    # Not log Vd: a loss may divide by more than the pairs whose cross-entropy it sums up.
+    # Not log Vd: the divisor counts tokens outside of a reduced vocabulary, and one more.
     guessing = losses_at(0.0)
     best, least = 1.0, math.inf
     for scale in (0.5 ** (0.5 * np.arange(30))).tolist():
@@ -291,10 +283,12 @@ def _fit_scale(loss: StartLoss, given: tuple, begun: Params) -> Params:
         best = scale
         if (losses <= guessing).all():
             least = losses[0]
-    return _times(best, begun)
+    return _scaled(params, names, best)
 
 
-def _fit_leaves(loss: StartLoss, given: tuple, begun: Params) -> Params:
+def _fit_linear(
+    loss: jax.tree_util.Partial, params: Params, names: tuple[str, ...], mesh: AnyMesh | None
+) -> Params:
     """Go from 0, where the head guesses, towards the least loss by L-BFGS.
 
     Logits of random layers say nothing of the targets, so their best scale is near 0, and AdamW
@@ -304,9 +298,9 @@ def _fit_leaves(loss: StartLoss, given: tuple, begun: Params) -> Params:
     solver = optax.lbfgs()
 
     @jax.jit
-    def fit(begun: Params, given: tuple) -> Params:
+    def fit(loss: jax.tree_util.Partial, params: Params) -> Params:
         def value_of(leaves: Params) -> Float[Array, ""]:
-            return loss(leaves, *given)[0]
+            return loss(params | leaves)[0]
 
         def step(_: int, carry: tuple[Params, optax.OptState]) -> tuple[Params, optax.OptState]:
             leaves, state = carry
@@ -316,14 +310,15 @@ def _fit_leaves(loss: StartLoss, given: tuple, begun: Params) -> Params:
             )
             return optax.apply_updates(leaves, updates), state
 
-        leaves = _times(0.0, begun)
-        return jax.lax.fori_loop(0, FIT_STEPS, step, (leaves, solver.init(leaves)))[0]
+        leaves = {name: jax.tree.map(jnp.zeros_like, params[name]) for name in names}
+        leaves, _ = jax.lax.fori_loop(0, FIT_STEPS, step, (leaves, solver.init(leaves)))
+        return placed_as_params(leaves, mesh)
 
-    return fit(begun, given)
+    return params | fit(loss, params)
 
 
-def _times(factor: float, params: Params) -> Params:
-    return jax.tree.map(lambda leaf: factor * leaf, params)
+def _scaled(params: Params, names: tuple[str, ...], scale: float) -> Params:
+    return params | {n: jax.tree.map(lambda leaf: scale * leaf, params[n]) for n in names}
 
 
 class BatchGradient(NamedTuple):

@@ -356,8 +356,8 @@ def fresh_state(config, base_params):
 
 
 @functools.cache
-def first_losses(name, scales, fitted=True):
-    """Return the soft cross-entropy of each position at the first step."""
+def first_losses(name, scales, fitted=True, seed=0):
+    """Return the soft cross-entropy of each position at the first step, which has batch `seed`."""
     base, params = rescaled(**SCALES[scales])
     config, batch = step_config(name, base), random_batch(rows=8, size=40)
     head = config.head.config
@@ -369,6 +369,7 @@ def first_losses(name, scales, fitted=True):
     state = fresh_state(config, params)
     if fitted:
         state = fit_start(config, state, params, batch)
+    batch = random_batch(rows=8, size=40, seed=seed)
     return make_train_step(config)(state, params, batch)[1].positions.terms.soft_ce
 
 
@@ -394,5 +395,6 @@ def test_no_head_begins_worse_than_guessing_whatever_the_bases_scales_are(name, 
 
 
 def test_random_layers_begin_better_than_guessing_where_the_base_prefers_some_tokens():
-    # A last norm near 0 guesses, and takes as many steps to leave as there are in a short training.
-    assert first_losses("dflash2", "norm").max() <= math.log(TINY.vocab_size) - 0.2
+    # A last norm near 0 guesses, and AdamW takes a short training's steps to leave it. The batch is
+    # another than the one that the norm is fitted to.
+    assert first_losses("dflash2", "norm", seed=1).max() <= math.log(TINY.vocab_size) - 0.1
