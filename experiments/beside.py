@@ -1,15 +1,17 @@
 """Time this project beside transformers and vLLM: the same prompts, in turns.
 
-    python experiments/beside.py --base=DIR --transformers [--drafts=WORKDIR@chain:4]
-        [--vllm=vllm/bin/python --exported=DIR] [--prompts=FILE] [--threads=1] [--batch_size=1]
-        [--rows=8] [--max_new_tokens=64] [--rounds=3] [--dtype=bfloat16]
+    python experiments/beside.py --base=DIR --transformers [--assistant=DIR]
+        [--drafts=WORKDIR@chain:4] [--vllm=vllm/bin/python --exported=DIR] [--prompts=FILE]
+        [--threads=1] [--batch_size=1] [--rows=8] [--max_new_tokens=64] [--rounds=3]
+        [--dtype=bfloat16]
 
 A process is started for each engine: this project without a draft and with each of `--drafts`
-(DRAFT@TREE, split at ";"), transformers' `generate` without and with its prompt lookup (batch 1),
-vLLM without a head and with `--exported`, a head as `convert --to=eagle_vllm` wrote it. All are
-held to the first `--threads` cores. A round asks each of them in turn to decode all prompts; the
-first round compiles and is not counted. Prints a row for each: the median of its rounds with the
-least and the most, and how many texts equal those of the first row.
+(DRAFT@TREE, split at ";"), transformers' `generate` (batch 1) without and with its prompt lookup
+and with `--assistant`, a smaller model that has a tokenizer of its own, vLLM without a head and
+with `--exported`, a head as `convert --to=eagle_vllm` wrote it. All are held to the first
+`--threads` cores. A round asks each of them in turn to decode all prompts; the first round compiles
+and is not counted. Prints a row for each: the median of its rounds with the least and the most, and
+how many texts equal those of the first row.
 """
 
 import argparse
@@ -105,7 +107,12 @@ def decode_transformers(asked):
 
     dtype = getattr(torch, asked["dtype"])
     model = transformers.AutoModelForCausalLM.from_pretrained(asked["model"], dtype=dtype)
-    count = asked["sampling"]["max_tokens"]
+    count, options = asked["sampling"]["max_tokens"], dict(asked["generate"])
+    if "assistant_model" in options:
+        path = options["assistant_model"]
+        options["assistant_model"] = transformers.AutoModelForCausalLM.from_pretrained(path)
+        options["assistant_tokenizer"] = transformers.AutoTokenizer.from_pretrained(path)
+        options["tokenizer"] = transformers.AutoTokenizer.from_pretrained(asked["model"])
 
     def decode():
         outputs = []
@@ -116,7 +123,7 @@ def decode_transformers(asked):
                 do_sample=False,
                 max_new_tokens=count,
                 min_new_tokens=count,
-                prompt_lookup_num_tokens=asked["lookup"],
+                **options,
             )
             outputs.append([output[0, len(ids) :].tolist()])
         return outputs
@@ -139,7 +146,7 @@ def work(results):
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--base", required=True)
-    for name in ("prompts", "vllm", "exported"):
+    for name in ("assistant", "prompts", "vllm", "exported"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--drafts", default="lookup@copy:4", help="DRAFT@TREE;...")
@@ -173,8 +180,12 @@ def start(given, folder):
         head = {"method": "eagle", "model": given.exported, "num_speculative_tokens": 4}
         commands["vLLM, chain:4"] = (theirs, {"speculative": head})
     if given.transformers:
-        commands["transformers, plain"] = (ours, {"lookup": None})
-        commands["transformers, prompt lookup"] = (ours, {"lookup": 10})
+        commands["transformers, plain"] = (ours, {"generate": {}})
+        lookup = {"prompt_lookup_num_tokens": 10}
+        commands["transformers, prompt lookup"] = (ours, {"generate": lookup})
+        if given.assistant:
+            assistant = {"assistant_model": given.assistant}
+            commands["transformers, assistant"] = (ours, {"generate": assistant})
     commands["here, plain"] = (ours, {"draft": None})
     for draft in given.drafts.split(";"):
         name, tree = draft.split("@")
