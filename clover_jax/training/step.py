@@ -228,7 +228,7 @@ def fit_start(
     if not (module.scale_params or module.linear_params):
         return state
     # The cross-entropy alone, over the pairs that the method counts. Layers have no gradient here,
-    # so there are no residuals that `remat` would save.
+    # so `remat` would save nothing.
     method = config.head.config.loss
     loss = LossSpec(soft_ce=1.0, pairs=method.pairs, proposable=method.proposable)
     head = registry.head(dataclasses.replace(config.head.config, loss=loss))
